@@ -180,9 +180,9 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     x = (100 * torch.randn(count)).to(dtype)
     assert digest_on_cpu(x) == int(digest(x))
     assert digest_on_cpu(x[::2]) == int(digest(x[::2]))
-    state = torch.tensor([5, 3])
+    device_counts = torch.tensor([5, 3])
     like, number = torch.zeros(2), 7 + 5 + int(digest(x))
-    checksum = call_checksum([x], 7, state, like, None)
+    checksum = call_checksum([x], 7, device_counts, like, None)
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
 
 

@@ -13,7 +13,7 @@ from tests.support.truth.tolerances import FLOAT32
 
 SHAPE = (1, 3, 1, 5)
 LIKE = torch.empty(0, dtype=torch.float32)
-STATE = torch.tensor([30, 12])
+COUNTS = torch.tensor([30, 12])
 PLAIN = MessageForm(SHAPE, torch.float32, torch.float32)
 FORMS = [
     PLAIN,
@@ -138,5 +138,5 @@ def test_a_call_is_told_from_others_by_its_length_text_and_tensors() -> None:
 
 def test_a_checksum_is_written_where_it_is_asked_for() -> None:
     into = torch.zeros(2)
-    assert call_checksum([], 11, STATE, LIKE, into) is into
+    assert call_checksum([], 11, COUNTS, LIKE, into) is into
     assert into.tolist() == [41, -41]

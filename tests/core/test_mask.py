@@ -116,16 +116,16 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 @given(masks())
 def test_no_row_is_longer_than_its_limits(mask: Mask) -> None:
     first, last = clamped_bounds(mask)
-    assert int((torch.arange(TOTAL) - first).max()) < mask.row_limit
+    assert int((torch.arange(TOTAL) - first).max()) < mask.max_causal_keys
     if not mask.span_pairs:
-        assert int((last - first).max()) < mask.widest_row
+        assert int((last - first).max()) < mask.max_keys_per_query
         assert mask.is_causal == (mask.right == 0)
 
 
 @given(masks())
 def test_bounds_repeat_after_each_period(mask: Mask) -> None:
     far = torch.arange(TOTAL) + 1000
-    if not mask.span_pairs and mask.row_limit < FAR and not mask.depends_on_length:
+    if not mask.span_pairs and mask.max_causal_keys < FAR and not mask.depends_on_length:
         for bound, shifted in zip(mask.bounds(far), mask.bounds(far + mask.period), strict=True):
             assert torch.equal(bound, shifted - mask.period)
 

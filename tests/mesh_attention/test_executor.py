@@ -258,9 +258,9 @@ def swap_heads() -> Swapped:
     are_heads = all(torch.equal(x, y) for x, y in zip((q, k, v), whole, strict=True))
     results = HeadTensors(*(tuple(map(torch.zeros_like, some)) for some in tokens))
     for _ in swaps.swap_out(swapped, results, group):
-        assert not bool(results.of_queries[0].any()), "they are still on their way"
+        assert not bool(results.query_tensors[0].any()), "they are still on their way"
     are_back = all(torch.equal(x, y) for x, y in zip(sum(results, ()), sum(tokens, ()), strict=True))
-    return Swapped(are_heads, are_back, q is memory.of_queries[0])
+    return Swapped(are_heads, are_back, q is memory.query_tensors[0])
 
 
 def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
@@ -273,7 +273,7 @@ def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
 def test_a_rank_alone_swaps_nothing() -> None:
     rank = Rank(ALONE, "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 1, 1)
-    (q,) = rank.task.along_heads.swap_in(HeadTensors((rank.q,)), group)().of_queries
+    (q,) = rank.task.along_heads.swap_in(HeadTensors((rank.q,)), group)().query_tensors
     assert q is rank.q
 
 
@@ -283,7 +283,7 @@ def test_a_rank_alone_swaps_nothing() -> None:
 def test_heads_in_one_group_leave_no_two_exchanges_under_way() -> None:
     for exchange, one_at_a_time in (("bulk", True), ("pipelined", False)):
         task = Rank(ALONE, exchange).task
-        channels = task.along_heads.channel, task.along_queries, task.along_keys
+        channels = task.along_heads.channel, task.kv_channel, task.query_channel
         assert [channel.one_at_a_time for channel in channels] == [one_at_a_time] * 3
 
 

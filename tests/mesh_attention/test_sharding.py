@@ -9,7 +9,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh_attention.auto_choices import chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
@@ -47,7 +47,7 @@ def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor
 
     out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
     results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
-    chosen = chosen_layout("auto", mask, RankMesh.of(mesh)).positions(
+    chosen = agreed_layout("auto", mask, RankMesh.of(mesh)).positions(
         length, shape.ranks, RankMesh.of(mesh).shard_index
     )
     same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)

@@ -116,7 +116,7 @@ class Scripted(ThreadWorld):
         made = Engine(self.model, None, max_rows=DIALOGUES, tokens_end=[256], grammars=self.tokens)
         self.engine: Any = made
         self.submit, made.submit = made.submit, self.submit_scripted  # type: ignore[method-assign]
-        serve_rank_0(made, address, self.facts)
+        serve_rank_0(made, address, self.engine_sizes)
 
     def submit_scripted(self, ids: list[int], **options: Any) -> EngineRequest:
         prompt = self.tokenizer.decode(ids)

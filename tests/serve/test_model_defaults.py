@@ -97,7 +97,7 @@ def test_defaults_are_those_of_the_model_until_a_request_names_others() -> None:
 
 @pytest.mark.parametrize(("prompt", "new"), [(99, 1), (100, 300)])
 def test_an_answer_without_a_limit_stays_on_its_side_of_a_rope_switch(prompt: int, new: int) -> None:
-    with served(ThreadWorld(facts={"rope_switches": [100]})) as one:
+    with served(ThreadWorld(engine_sizes={"rope_switches": [100]})) as one:
         sent = submitted_to(one)
         content = "x" * (prompt - len("<user><assistant>"))
         body = {name: value for name, value in chat(content).items() if name != "max_tokens"}

@@ -256,7 +256,7 @@ def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monk
     monkeypatch.setattr(supervisor, "LOSS_WINDOW_SECONDS", 3.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
-    one.facts, losses = {"max_model_len": 9}, iter(times)
+    one.engine_sizes, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()
 
     async def lose() -> LaunchError:

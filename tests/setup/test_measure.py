@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.cost.cluster import Cluster
-from attnmesh.mesh.axes import RankMesh, make_flat_axis
+from attnmesh.mesh.axes import RankMesh, agreed_flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
 from attnmesh.setup import measure_link, measure_shares, measured_ranks
@@ -39,7 +39,7 @@ def measure_links_twice() -> Cluster:
         patch.multiple(measured_ranks, IN_A_ROW=1, ROUNDS=1),
         patch.multiple(measure_link, IN_A_ROW=1, ROUNDS=1, LONG_MESSAGE=0.01),
     ):
-        measure_link.measure_link(MeasuredRanks.of(make_flat_axis(mesh, AXES), torch.device("cpu")), between=False)
+        measure_link.measure_link(MeasuredRanks.of(agreed_flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
 
 
@@ -50,7 +50,7 @@ def test_the_wait_is_what_a_merge_takes_longer_between_pieces_of_work(pool: Pool
 @on_each_rank
 def measure_waits() -> list[float]:
     """Return the waits of ranks that share cores, whose merges take longer or shorter, and that have cores alone."""
-    axis = make_flat_axis(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=AXES), AXES)
+    axis = agreed_flat_axis(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=AXES), AXES)
     ranks = MeasuredRanks.of(axis, torch.device("cpu"))
     longer, shorter = (9.0 + axis.index, 4.0, 2.0), (5.0, 4.0, 2.0)
     found = []

@@ -74,10 +74,10 @@ FOUND = {
     "collectives": (
         house.unnamed_collectives,
         {
-            "comm.one": "@collective_once\ndef hosts(axis): ...\n@collective_once\ndef agreed_hosts(axis): ...",
+            "comm.one": "@collective_once\ndef agree_on_it(axis): ...\n@collective_once\ndef agreed_hosts(axis): ...",
             "comm.two": "def _make_group(axis):\n    'Return a group. Collective at its first call.'",
         },
-        "comm.one: hosts",
+        "comm.two: _make_group",
     ),
     "rooms": (
         house.shadowed_rooms,

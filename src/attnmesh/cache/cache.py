@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.history_checksum import HistoryChecksum
-from attnmesh.cache.make_shards import FolderLayer, check_shards, make_shards, token_axis_of
+from attnmesh.cache.make_shards import FolderLayer, agreed_token_axis, check_shards, make_shards
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import Pages, append_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
@@ -137,7 +137,7 @@ class KVCache(CacheProperties):
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
             check_shards(config, self.device, ranks, copies=copies, shares=shares, folder=folder)
-        self.token_axis = token_axis_of(mesh, self.mesh, self.device)
+        self.token_axis = agreed_token_axis(mesh, self.mesh, self.device)
         self.guard = CallGuard(self.mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike

@@ -52,7 +52,7 @@ class CacheConfig:
         """Most tokens on all ranks that have to be in memory."""
         if self.mask is None:
             return self.capacity
-        return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
+        return min(self.capacity, self.mask.max_causal_keys_of(self.capacity) + self.keep)
 
     def arguments(self) -> dict[str, Any]:
         """Return the fields by name, as `KVCache` takes them."""

@@ -17,10 +17,10 @@ from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.guard.agreement import Agreement, prepare_merges
-from attnmesh.mesh.axes import Axis, RankMesh, make_flat_axis
+from attnmesh.guard.agreement import Agreement, agree_on_merges
+from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
 from attnmesh.runtime.late_bound import LateBound
-from attnmesh.setup.measure_shares import measured_shares
+from attnmesh.setup.measure_shares import agreed_shares
 
 
 class OpenFolder(Protocol):
@@ -86,13 +86,13 @@ def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
         raise KernelError(subject, "even shares", f"shares={shares!r}", fix)
 
 
-def token_axis_of(device_mesh: DeviceMesh | None, mesh: RankMesh, device: torch.device) -> Axis:
-    """Return the axis that tokens are sharded over, ready for merges. Collective."""
-    token_axis = make_flat_axis(device_mesh, ("queries", "keys"))
+def agreed_token_axis(device_mesh: DeviceMesh | None, mesh: RankMesh, device: torch.device) -> Axis:
+    """Return the axis that tokens are sharded over, ready for merges. Collective at its first call."""
+    token_axis = agreed_flat_axis(device_mesh, ("queries", "keys"))
     for axis in (token_axis, mesh.heads):
         agreed_transport(axis, device)
     if token_axis.size > 1 and device.type == "cpu":
-        prepare_merges(token_axis)
+        agree_on_merges(token_axis)
     return token_axis
 
 
@@ -137,9 +137,9 @@ def _opened(folder: str | Path | FolderLayer | None, mesh: RankMesh, token_axis:
 def _memory_shard_maker(
     config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
-    """Return what makes a shard in memory: on the CPU if the cache has `hot`. Collective, as `_block_cyclic`."""
+    """Return what makes a shard in memory: on the CPU if the cache has `hot`. Collective, as `_agreed_block_cyclic`."""
     shard_device = device if config.hot is None else torch.device("cpu")
-    return partial(CacheShard, config, mesh.heads, _block_cyclic(config, mesh, device, shares), shard_device)
+    return partial(CacheShard, config, mesh.heads, _agreed_block_cyclic(config, mesh, device, shares), shard_device)
 
 
 def _tiered_shard_maker(
@@ -149,9 +149,9 @@ def _tiered_shard_maker(
     return make_cold if config.hot is None else lambda index: TieredShard(make_cold(index), config, device, fail)
 
 
-def _block_cyclic(
+def _agreed_block_cyclic(
     config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> BlockCyclic:
     """Return the assignment of tokens to ranks. Collective: "auto" measures the shares of all ranks."""
-    parts = measured_shares(mesh, device, config.nbytes) if isinstance(shares, str) else shares
+    parts = agreed_shares(mesh, device, config.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(config.block, mesh.queries.size * mesh.keys.size, parts)

@@ -141,7 +141,7 @@ def _serve(
     app = App(front, model.tokenizer, names, limits, model.processor, defaults, options.tool_format)
     port = listening.getsockname()[1]
     on_hosts = isinstance(ranks, TorchrunRanks)
-    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, model, on_hosts, facts))
+    front.on_ready = lambda engine_sizes: print_message(_ready(app, options.host, port, model, on_hosts, engine_sizes))
     run(app, listening, options.drain)
 
 
@@ -154,7 +154,7 @@ def _generation(source: str, model: ModelOnMesh) -> tuple[tuple[int, ...], dict[
     return tokens_that_end(config, model.tokenizer), read_model_defaults(config) if source == "auto" else {}
 
 
-def _ready(app: Any, host: str, port: int, model: ModelOnMesh, on_hosts: bool, facts: dict[str, Any]) -> str:
+def _ready(app: Any, host: str, port: int, model: ModelOnMesh, on_hosts: bool, engine_sizes: dict[str, Any]) -> str:
     """Return what the command says when requests are served."""
     from attnmesh.hf.load import split_revision
 
@@ -163,7 +163,7 @@ def _ready(app: Any, host: str, port: int, model: ModelOnMesh, on_hosts: bool, f
     place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     defaults = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
-    place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
+    place += f", {engine_sizes.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
     place += f"; {app.formats}" if str(app.formats) else ""
     place += f"; defaults of the model: {defaults}" if defaults else ""
     return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {model.mesh}{place}"))

@@ -76,9 +76,9 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     set_deadline(settings.deadline)
     if is_first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
-        facts = {"max_model_len": engine.max_context, "cache_bytes": engine.scheduler.memory.limit}
+        engine_sizes = {"max_model_len": engine.max_context, "cache_bytes": engine.scheduler.memory.limit}
         try:
-            serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
+            serve_rank_0(engine, address, engine_sizes | {"rope_switches": rope_switches(model.config)})
         finally:
             if grammars is not None:
                 grammars.close()

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 from threading import RLock
 from typing import cast
 
@@ -186,7 +186,7 @@ class HostLinear:
                     member = operation - 1
                     return CounterWait(member, mailboxes.output_boards[member] // 8, pieces_before + piece + 1)
 
-                code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
+                code = mailboxes.go_on(partial_of(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:
             raise disconnect_and_diagnose(self.axis, "sharing a layer", error.peer, error) from error
         if code <= DIFFERENT_CALL:

@@ -78,7 +78,7 @@ class HostMerge:
 def agreed_host_merge(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
-    Collective at its first call along an axis.
+    Collective at its first call along an axis. The bound is safe, as `collective_once` says.
     """
     mailboxes = agreed_axis_mailboxes(axis)
     form = MessageForm(shape, torch.float32, torch.float32)

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
@@ -61,7 +61,7 @@ RECEIVED_WORD = 8
 LEFT_WORD = 2
 """Word of a rank's board that is 1 once the rank has lost another one and left."""
 
-AGREEMENTS_WORD = 8
+COMPARISONS_WORD = 8
 """Word of a rank's board that counts the comparisons of calls which the rank has begun."""
 
 AWAITED_WORD = 9
@@ -111,7 +111,7 @@ class OperationKind(IntEnum):
     EMPTY = 7  # wait until the message in the box is received
 
 
-SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges; reading one as an attribute takes 0.05 us more
+SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges: hot path, see `decoding/known_steps.py`
 
 MailboxOperation = tuple[OperationKind, int, int, int]
 """Kind of an operation, the peer that it waits for, the offset of its box, and its count of messages."""
@@ -167,7 +167,7 @@ class Mailboxes:
         self.processes = dict(zip(members, running, strict=True))
         self.timeout = timeout
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
-        self.agreements = 0
+        self.comparisons = 0
         """Comparisons of calls that this rank has begun with the other members."""
         self.has_left = False
         """True once this rank has lost another one."""
@@ -297,7 +297,7 @@ class Mailboxes:
                 kind, peer, box, count = operations[done]
                 return CounterWait(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, OperationKind.EMPTY)), count)
 
-            self.go_on(partial(function, fields), done, len(operations), awaited)
+            self.go_on(partial_of(function, fields), done, len(operations), awaited)
 
     def go_on(
         self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], CounterWait]
@@ -355,7 +355,7 @@ class Mailboxes:
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun more comparisons of calls than this rank."""
-        return bool(self.words[self.boards[peer] // 8 + AGREEMENTS_WORD] > self.agreements)
+        return bool(self.words[self.boards[peer] // 8 + COMPARISONS_WORD] > self.comparisons)
 
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
@@ -370,8 +370,8 @@ class Mailboxes:
     def announce_comparison(self) -> None:
         """Count on the own board that this rank begins to compare its call, before it waits for the other members."""
         with self.lock:  # threads may compare calls at the same time
-            self.agreements += 1
-            self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
+            self.comparisons += 1
+            self.words[self.boards[self.index] // 8 + COMPARISONS_WORD] = self.comparisons
 
     def drop_unreceived(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
@@ -406,7 +406,7 @@ class MismatchWatch:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self.mailboxes = mailboxes
-        self.agreements: int | None = None  # comparisons of this rank, while the member makes another call
+        self.comparisons: int | None = None  # comparisons of this rank, while the member makes another call
         self.since = 0.0
 
     def poll(self, wait: CounterWait) -> None:
@@ -421,9 +421,9 @@ class MismatchWatch:
             return  # this rank waits for the numbers of a comparison
         boxes.say_awaited(wait.counter, wait.messages)
         if not (boxes.is_ahead(wait.peer) or boxes.crosses(wait)):
-            self.agreements = None
-        elif self.agreements != boxes.agreements:
-            self.agreements, self.since = boxes.agreements, now
+            self.comparisons = None
+        elif self.comparisons != boxes.comparisons:
+            self.comparisons, self.since = boxes.comparisons, now
         elif now - self.since >= CHECK_INTERVAL:
             raise CallsDifferError(wait.peer)
 

@@ -44,26 +44,27 @@ class CallsDifferError(Exception):
 
 
 def call_checksum(
-    tensors: Sequence[Tensor], call_hash: int, length: Tensor, like: Tensor, into: Tensor | None
+    tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
     """Return the checksum of a call hash, the bits of `tensors`, and the tokens of a cache.
 
-    The first number of `length` counts these tokens. The checksum is written to `into` if that is given.
+    The first of its `device_counts` counts these tokens. The checksum is written to `into` if that is given.
     """
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
     if fits and use_triton(like):
-        return launch_checksum(tensors, call_hash, length, MODULUS, like.new_empty(2) if into is None else into)
-    if length.device.type == "cpu":
-        total: int | Tensor = call_digest(tensors, call_hash, length)
+        checksum = like.new_empty(2) if into is None else into
+        return launch_checksum(tensors, call_hash, device_counts, MODULUS, checksum)
+    if device_counts.device.type == "cpu":
+        total: int | Tensor = call_digest(tensors, call_hash, device_counts)
     else:
-        total = sum(map(digest, tensors), start=call_hash + length[0])
+        total = sum(map(digest, tensors), start=call_hash + device_counts[0])
     checksum = checksum_of(total, like)
     return checksum if into is None else into.copy_(checksum)
 
 
-def call_digest(tensors: Sequence[Tensor], call_hash: int, length: Tensor) -> int:
+def call_digest(tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor) -> int:
     """Return the digest of a call on CPUs. Its checksum has the digest modulo `MODULUS`."""
-    tokens: int = length.tolist()[0]
+    tokens: int = device_counts.tolist()[0]
     return tokens + call_hash + sum(map(digest_on_cpu, tensors))
 
 

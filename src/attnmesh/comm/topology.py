@@ -32,14 +32,14 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            run_collective(make_cpu_axis(axis), "comparing calls", dist.all_gather, tables, table)
+            run_collective(agreed_cpu_axis(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
 @collective_once
-def make_cpu_axis(axis: Axis) -> Axis:
+def agreed_cpu_axis(axis: Axis) -> Axis:
     """Return the axis with a group that sends tensors of a CPU. Collective at its first call.
 
     Beside a group of NCCL alone a group of gloo is made. On NCCL, a rank whose peers do not compare would block its
@@ -47,11 +47,11 @@ def make_cpu_axis(axis: Axis) -> Axis:
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
-    return replace(axis, group=make_subgroup(axis, tuple(range(axis.size)), "gloo"))
+    return replace(axis, group=agreed_subgroup(axis, tuple(range(axis.size)), "gloo"))
 
 
 @collective_once
-def make_subgroup(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def agreed_subgroup(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of an axis, and keep it. Collective over the whole axis at its first call.
 
     PyTorch names the group by its ranks and by the number of groups that the calling rank is in. Rank A, which is in 3
@@ -124,7 +124,7 @@ def agreed_axis_mailboxes(axis: Axis) -> Mailboxes | None:
 
 def _timeout(axis: Axis) -> float:
     """Return the timeout in seconds of the axis' group that sends tensors of a CPU."""
-    group = make_cpu_axis(axis).group
+    group = agreed_cpu_axis(axis).group
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):

@@ -11,7 +11,8 @@ transport: they only ask whether all ranks of an axis share mailboxes (`agreed_a
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
+from functools import partial as partial_of
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,7 @@ class Transport:
         except RuntimeError as error:
             raise disconnect_and_diagnose(self.axis, activity, peers[0], error) from error
         pairs = zip(works, peers if len(works) == len(peers) else [None], strict=True)
-        return [partial(wait_for, work, self.device.type, self.axis, activity, peer) for work, peer in pairs]
+        return [partial_of(wait_for, work, self.device.type, self.axis, activity, peer) for work, peer in pairs]
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks as rows, by a collective."""
@@ -200,7 +201,7 @@ class HostTransport(Transport):
         max_fragments = MAX_FRAGMENTS if is_fixed_size else 1
         far = list[P2PMessage]()
         pending = list[PendingMessage]()
-        on_lost_peer = partial(disconnect_and_diagnose, self.axis, activity)
+        on_lost_peer = partial_of(disconnect_and_diagnose, self.axis, activity)
         for op, peer, x in posts:
             if not self.serves(peer, x.nbytes, max_fragments):
                 far.append((op, peer, x))
@@ -215,7 +216,7 @@ class HostTransport(Transport):
             except PeerLostError as error:
                 raise on_lost_peer(error.peer, error) from error
         for message in pending:
-            waits.append(partial(finish_pending, message))
+            waits.append(partial_of(finish_pending, message))
         return waits
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:

@@ -132,20 +132,20 @@ class Mask:
         return tuple(zip(self.spans[::2], self.spans[1::2], strict=True))
 
     @property
-    def longest(self) -> int:
-        """Tokens of a document or chunk at most; `FAR` if there are none."""
+    def longest_document_or_chunk(self) -> int:
+        """Its tokens; `FAR` if there are none."""
         return min((max(self.documents, default=FAR), *self.chunks))
 
     @property
-    def reach(self) -> int:
+    def max_distance(self) -> int:
         """Distance to a key that a query sees, at most."""
         ahead = (stop - 1 - start for start, stop in self.span_pairs)
-        return min(max(self.left, self.right, *ahead), self.longest)
+        return min(max(self.left, self.right, *ahead), self.longest_document_or_chunk)
 
     @property
-    def widest_row(self) -> int:
+    def max_keys_per_query(self) -> int:
         """Keys that a query sees at most, but for those of its span."""
-        return min(self.left + self.right + 1, self.longest)
+        return min(self.left + self.right + 1, self.longest_document_or_chunk)
 
     @property
     def period(self) -> int:
@@ -177,18 +177,18 @@ class Mask:
         return self.right == 0 and not self.spans
 
     @cached_property
-    def row_limit(self) -> int:
-        """Tokens that a query sees at most, up to its own; `FAR` if there is no limit."""
-        return self.longest_row(FAR)
+    def max_causal_keys(self) -> int:
+        """Keys that a query sees at most, up to its own; `FAR` if there is no limit."""
+        return self.max_causal_keys_of(FAR)
 
-    def longest_row(self, length: int) -> int:
-        """Return how many of `length` tokens a query sees at most, up to its own.
+    def max_causal_keys_of(self, length: int) -> int:
+        """Return how many keys of `length` tokens a query sees at most, up to its own.
 
         >>> import attnmesh as am
-        >>> (am.Window(5) & am.Chunks(4)).longest_row(100), am.Causal().longest_row(100)
+        >>> (am.Window(5) & am.Chunks(4)).max_causal_keys_of(100), am.Causal().max_causal_keys_of(100)
         (4, 100)
         """
-        documents = [self.longest] if self.ends else []  # a graph cannot trace `longest`
+        documents = [self.longest_document_or_chunk] if self.ends else []  # a graph cannot trace that
         return min(length, self.left + 1, *self.chunks, *documents)
 
     def is_within(self, widest: "Mask") -> bool:
@@ -202,7 +202,7 @@ class Mask:
         """
         chunks = (any(size % smaller == 0 for smaller in self.chunks) for size in widest.chunks)
         documents = (end in self.ends[:-1] for end in widest.ends[:-1])
-        return self.longest_row(FAR) <= widest.longest_row(FAR) and all(chunks) and all(documents)
+        return self.max_causal_keys_of(FAR) <= widest.max_causal_keys_of(FAR) and all(chunks) and all(documents)
 
     def scaled(self, tokens: Callable[[int], int]) -> "Mask":
         """Return the mask of a shorter problem, in which n tokens of this one are `tokens(n)`.

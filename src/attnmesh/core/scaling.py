@@ -53,7 +53,7 @@ class Scores(NamedTuple):
         """Return queries that end with their bias."""
         return with_distance_bias(q, self.distance_bias)
 
-    def of_sequences(self, sequences: slice) -> "Scores":
+    def select_sequences(self, sequences: slice) -> "Scores":
         """Return the scores of some sequences of a batch."""
         return self._replace(distance_bias=None if self.distance_bias is None else self.distance_bias[sequences])
 

@@ -129,4 +129,4 @@ class Visible(NamedTuple):
         queries, keys, key_lengths, indices = tensors
         mask, block = mask_and_block
         selected = None if indices is None else Selection(indices, block)
-        return Visible(mask, queries, keys, key_lengths, selected)
+        return Visible(mask, q_positions=queries, k_positions=keys, key_lengths=key_lengths, selected=selected)

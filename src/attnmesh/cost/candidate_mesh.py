@@ -53,6 +53,11 @@ class Cost:
 
     def of_layers(self, layers: int) -> "Cost":
         """Return the cost of `layers` layers like this one. `memory` already counts all layers."""
-        parts = {name: layers * seconds for name, seconds in self.parts.items()}
-        inside, between, messages = layers * self.inside, layers * self.between, layers * self.messages
-        return Cost(layers * self.seconds, inside, between, messages, self.memory, parts)
+        return Cost(
+            seconds=layers * self.seconds,
+            inside=layers * self.inside,
+            between=layers * self.between,
+            messages=layers * self.messages,
+            memory=self.memory,
+            parts={name: layers * seconds for name, seconds in self.parts.items()},
+        )

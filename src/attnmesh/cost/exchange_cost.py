@@ -194,9 +194,11 @@ class LayerJob:
     def of(candidate: CandidateMesh, work: LayerWork, cluster: Cluster) -> "LayerJob":
         """Return the job of a layer, with its tokens counted."""
         layout, length = candidate.layout, work.length
-        problem = Problem(work.mask, candidate.shape, layout, layout, length, length)
+        problem = Problem(
+            work.mask, candidate.shape, layout=layout, key_layout=layout, length=length, key_length=length
+        )
         mode = EXCHANGE_MODES[candidate.exchange_or_merge]
-        return LayerJob(candidate, work, cluster, mode, planned_traffic(problem, candidate.tile))
+        return LayerJob(candidate, work, cluster, mode=mode, traffic=planned_traffic(problem, candidate.tile))
 
     @cached_property
     def groups(self) -> int:

@@ -100,7 +100,7 @@ def planned_traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     sample, scale = downscale(near)
     sampled = _count_exchanges(sample, tile)
     flows = {name: _scale(getattr(sampled, name), scale) for name in FLOWS}
-    wider = _width(near) / _width(sample) if near.mask.reach < FAR else scale
+    wider = _width(near) / _width(sample) if near.mask.max_distance < FAR else scale
     pairs = repeats * scale * wider
     steps = tuple(step.times(pairs) for step in sampled.steps)
     return PlannedTraffic(**flows, pairs=sampled.pairs.times(pairs), steps=steps)
@@ -149,11 +149,11 @@ def crop(problem: Problem) -> tuple[Problem, float]:
 
     As many tokens cross the edges between ranks as in the whole problem, where windows or documents are short.
     """
-    reach = problem.mask.reach
-    length = 4 * problem.shape.ranks * max(reach, 1)
+    distance = problem.mask.max_distance
+    length = 4 * problem.shape.ranks * max(distance, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
     alike = not problem.mask.span_pairs and problem.length == problem.key_length and in_runs  # one part is as the next
-    if reach >= FAR or problem.length <= length or not alike:
+    if distance >= FAR or problem.length <= length or not alike:
         return problem, 1.0
     mask = problem.mask.cropped(length)
     return replace(problem, mask=mask, length=length, key_length=length), problem.length / length
@@ -163,7 +163,7 @@ def _width(problem: Problem) -> float:
     """Return the most keys that a query sees; under a mask with spans, the average."""
     mask = problem.mask
     if not mask.span_pairs:
-        return float(mask.widest_row)
+        return float(mask.max_keys_per_query)
     first, last = mask.bounds(torch.arange(problem.length, device="cpu"))
     return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
 
@@ -171,7 +171,7 @@ def _width(problem: Problem) -> float:
 def downscale(problem: Problem) -> tuple[Problem, float]:
     """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
-    most_tokens = max(SAMPLE_TOKENS, (16 if problem.mask.reach >= FAR else 64) * ranks)
+    most_tokens = max(SAMPLE_TOKENS, (16 if problem.mask.max_distance >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
     if longest <= most_tokens:
         return problem, 1.0
@@ -186,9 +186,15 @@ def downscale(problem: Problem) -> tuple[Problem, float]:
         edges = [shorter(end) for end in accumulate(layout.documents, initial=0)]
         return replace(layout, documents=tuple(stop - start for start, stop in pairwise(edges)))
 
-    length, key_length = shorter(problem.length), shorter(problem.key_length)
-    layout, key_layout = packed(problem.layout), packed(problem.key_layout)
-    return Problem(problem.mask.scaled(shorter), problem.shape, layout, key_layout, length, key_length), scale
+    shorter_problem = Problem(
+        problem.mask.scaled(shorter),
+        problem.shape,
+        layout=packed(problem.layout),
+        key_layout=packed(problem.key_layout),
+        length=shorter(problem.length),
+        key_length=shorter(problem.key_length),
+    )
+    return shorter_problem, scale
 
 
 @lru_cache(maxsize=512)

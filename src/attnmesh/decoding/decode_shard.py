@@ -73,5 +73,5 @@ def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, ob
     """Return the arguments that ranks compare, with the options of the step, such as whether tokens are selected."""
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history.checksum}
-    of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**of_queries, **contents, **spec.options}
+    query_fields = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+    return {**query_fields, **contents, **spec.options}

@@ -10,9 +10,9 @@ in how ranks merge, and so in how they find out whether their calls are equal:
 `known_steps.py` finds the prepared step of a call.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -130,7 +130,7 @@ class HostMergedStep(PreparedStep[bool]):
         except Exception as error:
             agreement_on(inputs.caches, self.spec, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
-            fields = functools.partial(fields_of_step, inputs, self.spec)
+            fields = partial_of(fields_of_step, inputs, self.spec)
             agreement_on(inputs.caches, self.spec, checked).raise_unequal(fields)
         return out
 
@@ -155,9 +155,9 @@ class AgreedStep(PreparedStep[Tensor]):
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
         q, spec = inputs.q, self.spec
-        fields, ask = functools.partial(fields_of_step, inputs, spec), None
+        fields, ask = partial_of(fields_of_step, inputs, spec), None
         if self.is_asynchronous:
-            ask = functools.partial(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
+            ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
         description = MergeDescription(self.facts, fields, ask)
         agreement = agreement_on(inputs.caches, spec, checked)
         if not agreement.compare_before_merge(description):
@@ -217,8 +217,8 @@ def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | N
     shape = q.shape[0], heads.stop - heads.start, q.shape[2], spec.value_dim
     dtype = sum_dtype(q.dtype)
     if spec.token_axis.size > 1:
-        return functools.partial(blank_message, shape, dtype, q.device)
-    return None if spec.reproducible else functools.partial(_blank_partial, shape, q.dtype, dtype, q.device)
+        return partial_of(blank_message, shape, dtype, q.device)
+    return None if spec.reproducible else partial_of(_blank_partial, shape, q.dtype, dtype, q.device)
 
 
 def _blank_partial(

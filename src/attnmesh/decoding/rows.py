@@ -4,7 +4,7 @@ A step attends each row to its cache on this rank, and merges the partials of al
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, cast
 
 from torch import Tensor
@@ -99,7 +99,7 @@ def decode_rows(
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    check = partial(_inputs_and_spec_of_rows, inputs, options)
+    check = partial_of(_inputs_and_spec_of_rows, inputs, options)
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 

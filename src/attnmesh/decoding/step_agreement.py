@@ -1,7 +1,7 @@
 """Messages of a step of decoding beside its merge: comparisons, poison, and the output along a heads axis."""
 
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | StepSpec, che
     """Return the agreement on a step. `options` may be unchecked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
-    poison = functools.partial(_send_poison, first, options)
+    poison = partial_of(_send_poison, first, options)
     return MergeAgreement(first.guard, first.device, options.merge, checked, name, poison)
 
 

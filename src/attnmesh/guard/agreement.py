@@ -70,10 +70,10 @@ class Agreement:
         fields: Fields = dict,
         *,
         is_compared: bool = True,
-        known_calls: Memo[bool] | None = None,
+        compared_calls: Memo[bool] | None = None,
     ) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
-        self.known_calls = known_calls  # gets the name of the call, once it is compared
+        self.compared_calls = compared_calls  # gets the name of the call, once it is compared
         self.is_over = False  # True once ranks compare: the end of the `with` does not compare again
 
     def __enter__(self) -> Self:
@@ -103,8 +103,8 @@ class Agreement:
         except Exception as error:
             self.raise_on_all(error)
         payloads = self._compare_texts(text, payload)
-        if self.known_calls is not None:
-            self.known_calls.keep(self.name, True)
+        if self.compared_calls is not None:
+            self.compared_calls.keep(self.name, True)
         return payloads
 
     def raise_on_all(self, error: Exception) -> NoReturn:
@@ -168,7 +168,7 @@ class CallGuard:
     def __init__(self, mesh: RankMesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.known: Memo[bool] = Memo()  # by name, or by facts
+        self.compared: Memo[bool] = Memo()  # by name, or by facts
         self.last_known: object = None  # facts of the last merge whose checksum stayed on the device
         self.repeat_last_merge: Callable[[], Tensor] | None = None
         """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
@@ -177,7 +177,7 @@ class CallGuard:
         """Return whether ranks compare the next call of this name, by the table or `always`, but never in a graph."""
         if self.is_alone:
             return False
-        is_new = not self.known if self.device.type == "cuda" else name not in self.known
+        is_new = not self.compared if self.device.type == "cuda" else name not in self.compared
         compares = always or (is_new if self.checked is None else self.checked)
         return compares and may_compare(self.device)
 
@@ -195,11 +195,11 @@ class CallGuard:
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
         is_compared = self.will_compare(name, always=always)
-        return Agreement(self.mesh, name, fields, is_compared=is_compared, known_calls=self.known)
+        return Agreement(self.mesh, name, fields, is_compared=is_compared, compared_calls=self.compared)
 
 
 @collective_once
-def prepare_merges(axis: Axis) -> None:
+def agree_on_merges(axis: Axis) -> None:
     """Make the transport of an axis of CPUs, and time its merges. Collective at its first call, before any merge.
 
     Ranks compare this call first. Otherwise rank A, which times merges, could get a message that rank B sends in

@@ -90,7 +90,7 @@ class MergeAgreement:
         """
         # Where the CPU reads the checksum no call is known: each is compared by its own merge.
         checksum_stays = self.checksum_stays_on_device
-        is_known = checksum_stays and description.ask is not None and description.facts in self.guard.known
+        is_known = checksum_stays and description.ask is not None and description.facts in self.guard.compared
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if checksum_stays and not self.ask_all_ranks():
                 return False
@@ -109,7 +109,7 @@ class MergeAgreement:
                 self.raise_unequal(description.fields)
         elif description.facts != self.guard.last_known:
             guard = self.guard
-            guard.known.keep(description.facts, True)
+            guard.compared.keep(description.facts, True)
             guard.last_known, guard.repeat_last_merge = description.facts, description.ask or guard.repeat_last_merge
 
     def raise_unequal(self, fields: Fields) -> NoReturn:

@@ -1,7 +1,7 @@
 """Attention of a layer by the place of its keys: in shards, in a cache of shards, or on this device."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,7 @@ def _attend_stored(q: Tensor, pending: PendingKV, weighting: Weighting, sequence
             weighting.scores,
             sinks=weighting.sinks,
             kernel=layer.cache.settings.kernel,
-            attend_other_keys=partial(layer.attend_other_keys, scale=weighting.scores.scale),
+            attend_other_keys=partial_of(layer.attend_other_keys, scale=weighting.scores.scale),
         )
     return out if latents is None else latents.projection.project(out)
 
@@ -183,7 +183,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, spec: M
         real = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = weighting.selected and replace(weighting.selected, indices=weighting.selected.indices[row])
-        row_weighting = weighting._replace(selected=selected, scores=weighting.scores.of_sequences(row))
+        row_weighting = weighting._replace(selected=selected, scores=weighting.scores.select_sequences(row))
         shift = 0 if first is None else -int(first[number]) % weighting.mask.period
         positions = queries + shift, keys[real.cpu()] + shift
         rows.append(_attend_with_positions(q[row], k[row, :, real], v[row, :, real], row_weighting, *positions))

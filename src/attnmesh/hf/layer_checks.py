@@ -162,7 +162,7 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
         raise MaskError(subject, expected, "a bidirectional mask", fix)
     if window is not None and spec.has_spans:
         masks = (spec.mask, *spec.row_masks)
-        rows = [mask & Window(window - 1, FAR) for mask in masks if mask.row_limit in (FAR, window)]
+        rows = [mask & Window(window - 1, FAR) for mask in masks if mask.max_causal_keys in (FAR, window)]
         if len(rows) == 1 + len(spec.row_masks):
             return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:

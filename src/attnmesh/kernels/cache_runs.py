@@ -24,7 +24,7 @@ from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_in_pairs
-from attnmesh.kernels.stored import StoredKVKernel
+from attnmesh.kernels.stored import StoredAttention
 
 ALL = slice(None)
 """All sequences of a batch."""
@@ -65,7 +65,7 @@ def runs_of(
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
-    is_biased = q.shape[3] > views[0].keys.shape[3]  # inlined `bias_columns`: a call of it would slow each step
+    is_biased = q.shape[3] > views[0].keys.shape[3]  # inlined `bias_columns`: hot path, see `decoding/known_steps.py`
     has_band = is_biased or q.shape[2] > 1 or query.key_lengths is not None or mask.depends_on_length
     has_band = has_band or query.partial_block is not None
     for index, view in enumerate(views):
@@ -81,7 +81,7 @@ def runs_of(
                 runs += _of_tokens(query, sequences, piece, is_biased=is_biased)
             else:  # the last token sees all from its first one on
                 length, used, *_ = piece.device_counts.tolist()
-                start = 0 if mask.row_limit >= length else mask.first_seen(length - 1)
+                start = 0 if mask.max_causal_keys >= length else mask.first_seen(length - 1)
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
                 if start < used:
@@ -97,7 +97,7 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView, *, is_bia
     mask = query.mask
     count = query.q.shape[2]
     is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
-    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.row_limit >= length:
+    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.max_causal_keys >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
         before = used - len(newest)
         counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))
@@ -244,7 +244,7 @@ class CachedAttention:
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place_kernel = kernel.bind_cache() if kernel.reads_cache else None
-        self.cache_kernel = StoredKVKernel(kernel, scaling, value_dim)
+        self.stored_attention = StoredAttention(kernel, scaling, value_dim)
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
@@ -259,7 +259,7 @@ class CachedAttention:
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
-            # `_attend`, inlined: a call of it would add 0.2 microseconds to each step.
+            # `_attend`, inlined: hot path, see `decoding/known_steps.py`.
             run = runs[0]
             piece, start = run.piece, run.start
             launch = None if bound is None or selected is not None else bound.attend
@@ -336,10 +336,10 @@ class CachedAttention:
 
     def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:
         """Write the partial of a run by the kernel's rectangles."""
-        kernel = self.cache_kernel
+        attention = self.stored_attention
         if run.bias_positions is not None:
-            kernel = kernel._replace(kernel=kernel.kernel.with_positions(*run.bias_positions))
-        copy_into(kernel(q, *_slots(run), run.band if run.selected is None else run.selected), into)
+            attention = attention.with_positions(*run.bias_positions)
+        copy_into(attention.attend(q, *_slots(run), run.band if run.selected is None else run.selected), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[SlotRun], block: int) -> Partial:
         """Return the merge along the tree over blocks of one partial per block."""
@@ -347,7 +347,7 @@ class CachedAttention:
         for run in _read_ahead(group):
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert run.band is not None
-            stack = _blocks(self.cache_kernel, q, keys, values, run.band, block)
+            stack = _blocks(self.stored_attention, q, keys, values, run.band, block)
             forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_in_pairs(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
@@ -355,16 +355,17 @@ class CachedAttention:
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape, or None if there is none."""
         if q.shape not in self.bound_kernels:
-            kernel = self.cache_kernel.kernel
+            kernel = self.stored_attention.kernel
             plain = storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.cache_kernel.scaling) if served else None
+            scaling = self.stored_attention.scaling
+            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         dtype = sum_dtype(q.dtype)
-        shape = q.shape[:-1]
-        return Partial(q.new_empty((*shape, self.cache_kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
+        shape, value_dim = q.shape[:-1], self.stored_attention.value_dim
+        return Partial(q.new_empty((*shape, value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
 def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:
@@ -397,11 +398,11 @@ def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     return [*groups.values()]
 
 
-def _blocks(kernel: StoredKVKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _blocks(attention: StoredAttention, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
     """Return a stack of one partial per block. Blocks that every query sees whole take one call."""
     used, queries = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], kernel.value_dim), dtype=sum_dtype(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], attention.value_dim), dtype=sum_dtype(q.dtype))
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first = -(-int(band.low[-1]) // block)
     last = int(band.high[0]) // block
@@ -414,10 +415,10 @@ def _blocks(kernel: StoredKVKernel, q: Tensor, keys: Tensor, values: Tensor, ban
             for x in (keys, values)
         )
         some_q = q[sequence].expand(len(whole_blocks), *q.shape[1:])
-        out[first:last, sequence], lse[first:last, sequence] = kernel(some_q, some_keys, some_values, full)
+        out[first:last, sequence], lse[first:last, sequence] = attention.attend(some_q, some_keys, some_values, full)
     for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole_blocks):
         start = index * block
         stop = min(used, (index + 1) * block)
         seen = band.within(start, stop)
-        out[index], lse[index] = kernel(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
+        out[index], lse[index] = attention.attend(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
     return Partial(out, lse)

@@ -1,11 +1,11 @@
-"""The loop that runs a kernel over the rectangles of a problem, forward and backward.
+"""A kernel run on a problem of one device, forward and backward: on the rectangles of a band, or on selected keys.
 
-A kernel attends one rectangle. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do
-not depend on masks, layouts or positions.
+A kernel attends one rectangle, with a positive scale and without autocast. So kernels do not depend on masks, layouts
+or positions.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 from itertools import pairwise
 
 import torch
@@ -74,7 +74,7 @@ def attend_band(
     with without_autocast(q):
         if _is_one_rectangle(rectangles, q, k):
             return _attend_rectangle(kernel, q, k, v, rectangles[0], scaling)
-        return attend_rectangles(partial(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
+        return attend_rectangles(partial_of(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
 
 
 def backward_band(
@@ -93,7 +93,7 @@ def backward_band(
             return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
     if counts:
         parts = [
-            backward_band(kernel, q[some], k[some], v[some], saved.of_sequences(some), band.first(count), scaling)
+            backward_band(kernel, q[some], k[some], v[some], saved.select_sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
@@ -105,7 +105,7 @@ def backward_band(
         if _is_one_rectangle(rectangles, q, k):
             dq, dk, dv = kernel.backward(q, k, v, saved, rectangles[0], scaling)
         else:
-            dq, dk, dv = backward_rectangles(partial(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
+            dq, dk, dv = backward_rectangles(partial_of(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 

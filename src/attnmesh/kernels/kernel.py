@@ -43,7 +43,8 @@ class KernelRequest(NamedTuple):
         """Return the request for q, k and v. An entry of `positions` that is None stands for 0, 1, 2, ..."""
         rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
         width = max(q.shape[3], v.shape[3])
-        request = KernelRequest(q.device, k.dtype, rows, width, scaling.capped, bias_columns(q, k.shape[3]) > 0)
+        biased = bias_columns(q, k.shape[3]) > 0
+        request = KernelRequest(q.device, k.dtype, rows, width, capped=scaling.capped, biased=biased)
         if positions is None or not request.biased:
             return request
         queries, keys = (

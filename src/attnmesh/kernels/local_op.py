@@ -210,8 +210,8 @@ def _band(
         if keys is not None and bool((keys.diff() == 0).any()):
             fix = "pass each key once, or selections without k_positions"
             raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
-        of_queries = torch.arange(q.shape[2], device=q.device) if visible.q_positions is None else visible.q_positions
-        return SelectedKeys.of(selected, mask, of_queries, keys, key_lengths), None, None, k_order
+        q_positions = torch.arange(q.shape[2], device=q.device) if visible.q_positions is None else visible.q_positions
+        return SelectedKeys.of(selected, mask, q_positions, keys, key_lengths), None, None, k_order
     positions = torch.arange(k.shape[2], device="cpu") if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)
     if queries is None and keys is None:

@@ -1,4 +1,4 @@
-"""Rectangles: a local problem, in any layout and under any mask, cut into few of them.
+"""Rectangles: a local problem, in any layout and under any mask, cut into few of them, and the loops over them.
 
 Queries and keys are sorted by position. Query i then sees one run of keys, from `low[i]` up to `high[i]`, and both
 bounds only move forward: a `Band`. Consecutive rows of one kind become one rectangle, of any length:
@@ -9,6 +9,8 @@ bounds only move forward: a `Band`. Consecutive rows of one kind become one rect
 
 A causal square is one call, packed documents are one call each, and a window is tiles along its diagonal. Invisible
 keys are in no rectangle. A dense mask is never larger than one tile's rows by their visible keys.
+
+A loop runs a kernel on each rectangle. It merges the partials, or sums the gradients in float32 or wider.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -107,11 +109,11 @@ class BackwardInputs:
     lse: Tensor
     dout: Tensor
 
-    def of_queries(self, queries: slice) -> "BackwardInputs":
+    def select_queries(self, queries: slice) -> "BackwardInputs":
         """Return the tensors of some of the queries."""
         return BackwardInputs(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
 
-    def of_sequences(self, sequences: slice) -> "BackwardInputs":
+    def select_sequences(self, sequences: slice) -> "BackwardInputs":
         """Return the tensors of some sequences."""
         return BackwardInputs(*(x[sequences] for x in (self.out, self.lse, self.dout)))
 
@@ -180,9 +182,8 @@ def cut_into_tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
             some_keys = slice(tile.keys.start + start, tile.keys.start + stop)
-            rectangles.append(
-                Rectangle(tile.queries, some_keys, band=None if full else bounds.of_queries(0, len(bounds.low), start))
-            )
+            some_bounds = None if full else bounds.select_queries(0, len(bounds.low), start)
+            rectangles.append(Rectangle(tile.queries, some_keys, band=some_bounds))
     return rectangles
 
 
@@ -223,7 +224,7 @@ def backward_rectangles(
     """Return the sum of the gradients of rectangles, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for rectangle in rectangles:
-        part = backward(*rectangle.slices(q, k, v), saved.of_queries(rectangle.queries), rectangle)
+        part = backward(*rectangle.slices(q, k, v), saved.select_queries(rectangle.queries), rectangle)
         for gradient, share in zip(rectangle.slices(*total), part, strict=True):
             gradient.add_(share)
     return total
@@ -278,7 +279,7 @@ def _tiles(band: Band, start: int, stop: int, rows: int = MASKED_TILE_ROWS) -> I
         end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])
         if low < high:
-            yield Rectangle(slice(row, end), slice(low, high), band=band.of_queries(row, end, low))
+            yield Rectangle(slice(row, end), slice(low, high), band=band.select_queries(row, end, low))
 
 
 _CUT = {RowKind.FULL: _full, RowKind.CAUSAL: _causal, RowKind.MASKED: _tiles}

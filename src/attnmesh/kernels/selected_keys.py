@@ -52,11 +52,11 @@ class SelectedKeys:
         positions = None if keys is None or in_order else index_on(keys, device)
         return SelectedKeys(selection, first, last, positions, None if key_lengths is None else key_lengths.to(device))
 
-    def of_heads(self, heads: slice) -> "SelectedKeys":
+    def select_heads(self, heads: slice) -> "SelectedKeys":
         """Return the selected keys of some key heads."""
         return replace(self, selection=self.selection.of_heads(heads))
 
-    def of_queries(self, queries: slice) -> "SelectedKeys":
+    def select_queries(self, queries: slice) -> "SelectedKeys":
         """Return the selected keys of some queries."""
         selection = Selection(self.selection.indices[:, :, queries], self.selection.block)
         return replace(self, selection=selection, first=self.first[queries], last=self.last[queries])

@@ -69,7 +69,7 @@ def launch_checksum(
         count=counts[0],
         other_bits=patterns[-1],
         other_count=sum(counts[1:]),
-        state=device_counts,
+        device_counts=device_counts,
         call_hash=call_hash % modulus,
         checksum=checksum,
         MODULUS=modulus,

@@ -23,14 +23,18 @@ STORED_TILE_KEYS = 512
 """Keys of a tile. It is the same for any number of heads and ranks, so that the bits of results are too."""
 
 
-class StoredKVKernel(NamedTuple):
-    """A kernel with a scaling, for keys and values of a cache."""
+class StoredAttention(NamedTuple):
+    """Attention to keys and values of a cache, by a kernel and with a scaling."""
 
     kernel: Kernel
     scaling: Scaling
     value_dim: int
 
-    def __call__(
+    def with_positions(self, queries: Tensor, keys: Tensor) -> "StoredAttention":
+        """Return the attention with a bias by distance between queries and keys at these positions."""
+        return self._replace(kernel=self.kernel.with_positions(queries, keys))
+
+    def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: KeyCounts = None
     ) -> Partial:
         """Return the partial of the band, as `attend_band` does. That of rows in 8 bits is in float32 or wider."""

@@ -204,12 +204,12 @@ def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
     return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
 
 
-def make_flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
+def agreed_flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
     """Return several axes of a mesh as one: the ranks that share an index along all other axes.
 
-    Collective: the first call makes the group of two axes, and all ranks of the world make it at once. PyTorch can make
-    a group among its own ranks alone, but then each rank names it by the number of groups that it knows. Rank A, which
-    is in 3 groups, would name it `g3`; rank B, in 2, `g2`: they would wait for each other.
+    Collective at its first call, which makes the group of two axes: all ranks of the world make it at once. PyTorch can
+    make a group among its own ranks alone, but then each rank names it by the number of groups that it knows. Rank A,
+    which is in 3 groups, would name it `g3`; rank B, in 2, `g2`: they would wait for each other.
     """
     if device_mesh is None:
         return Axis()

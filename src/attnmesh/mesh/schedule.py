@@ -165,9 +165,15 @@ class Problem:
         """Return the problem of a code from `to_code`."""
         layout, code = layout_from_code(code)
         key_layout, (length, key_length, count, *rest) = layout_from_code(code)
-        mask = Mask.from_code(rest[count:])
-        shard_of_rank = tuple(rest[:count])
-        return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
+        return Problem(
+            Mask.from_code(rest[count:]),
+            shape,
+            layout=layout,
+            key_layout=key_layout,
+            length=length,
+            key_length=key_length,
+            shard_of_rank=tuple(rest[:count]),
+        )
 
     def shard_index(self, place: int) -> int:
         """Return the number of the shard of the rank at a place of the mesh: the same, unless ranks are reordered."""
@@ -203,7 +209,7 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
     layouts = (problem.layout, problem.length), (problem.key_layout, problem.key_length)
     query_indices, key_indices = (_indices_by_rank(problem.shards(*layout, r, c)) for layout in layouts)
-    return Schedule(query_indices, key_indices, query_step, key_steps, bands)
+    return Schedule(query_indices, key_indices, query_step=query_step, key_steps=key_steps, bands=bands)
 
 
 def _indices_by_rank(shards: list[Tensor]) -> tuple[Tensor, ...]:

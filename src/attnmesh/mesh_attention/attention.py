@@ -112,7 +112,7 @@ def attention(
     if sdpa_options:
         sdpa_options = without_redundant(sdpa_options, CAUSAL if mask is None else mask)
     key_layout = layout if key_layout is None else key_layout
-    options = AttentionOptions(
+    options = AttentionOptions(  # by position: keywords take longer, in each known call
         mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=sdpa_options or None
     )
     arguments = AttentionArguments(q, k, v, sinks, key_lengths, options, selected, distance_bias)

@@ -28,14 +28,14 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
-from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout, check_auto
 
 QueryKeyCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
 
 
-class TensorFacts(NamedTuple):
-    """Facts of a call's tensors that its spec takes, the same on all ranks."""
+class TensorSizes(NamedTuple):
+    """Sizes of a call's tensors that its spec takes, the same on all ranks."""
 
     q_heads: int
     k_heads: int
@@ -74,8 +74,10 @@ class AttentionOptions(NamedTuple):
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
-        layout, key_layout = (chosen_layout(layout, self.applied_mask, mesh) for layout in layouts)
-        return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
+        layout, key_layout = (agreed_layout(layout, self.applied_mask, mesh) for layout in layouts)
+        return Problem(
+            self.applied_mask, mesh.shape, layout=layout, key_layout=key_layout, length=length, key_length=key_length
+        )
 
 
 class CallPayload(NamedTuple):
@@ -114,10 +116,10 @@ class AttentionArguments(NamedTuple):
         return plain and not self.options.unsupported
 
     @property
-    def facts(self) -> TensorFacts:
-        """Facts that the tensors of all ranks share."""
+    def sizes(self) -> TensorSizes:
+        """Sizes that the tensors of all ranks share."""
         index_block = 0 if self.selected is None else self.selected.block
-        return TensorFacts(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
+        return TensorSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
     def tokens(self) -> QueryKeyCounts:

@@ -10,10 +10,10 @@ from attnmesh.comm.gather import all_gather_ints
 from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.mesh.axes import Axis, RankMesh, make_flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts
+from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorSizes
 from attnmesh.runtime.world import cached_from_code, cached_per_world, collective_once
 
 
@@ -71,7 +71,7 @@ class AttentionSpec(NamedTuple):
 def make_spec(
     mesh: RankMesh,
     options: AttentionOptions,
-    facts: TensorFacts,
+    sizes: TensorSizes,
     tokens: QueryKeyCounts,
     tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
 ) -> AttentionSpec:
@@ -82,7 +82,7 @@ def make_spec(
 
     Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries.
     """
-    index_block = facts.index_block
+    index_block = sizes.index_block
     problem = options.problem(mesh, tokens)
     try:
         _check_shards(problem, tokens_by_shard)
@@ -90,13 +90,16 @@ def make_spec(
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_transpose_hint(
-            error, (facts.q_heads, tokens[0]), (facts.k_heads, tokens[1]), hint_first=True
+            error, (sizes.q_heads, tokens[0]), (sizes.k_heads, tokens[1]), hint_first=True
         ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = _make_flat_mesh(mesh)
+        mesh, shard_of_rank = _agreed_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
-    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(facts.dim), index_block)
+    scaling = options.scaling(sizes.dim)
+    return AttentionSpec(
+        mesh, problem, exchange=exchange, kernel=options.kernel, scaling=scaling, index_block=index_block
+    )
 
 
 cached_spec = cached_per_world(2048)(make_spec)
@@ -104,10 +107,10 @@ cached_spec = cached_per_world(2048)(make_spec)
 
 
 @collective_once
-def _make_flat_mesh(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
+def _agreed_flat_mesh(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
     """Return a mesh of all ranks along one axis, and the shard of each. Collective at its first call."""
     long = [axis for axis in mesh.axes if axis.size > 1]
-    axis = long[0] if len(long) == 1 else make_flat_axis(mesh.device_mesh, AXES)
+    axis = long[0] if len(long) == 1 else agreed_flat_axis(mesh.device_mesh, AXES)
     indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
     return RankMesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
@@ -157,8 +160,15 @@ def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = RankMesh.named(numbers[:3], numbers[3:6], groups)
     problem = Problem.from_code(mesh.shape, numbers[6:])
-    scaling = Scaling(float(scale), float(softcap))
-    return AttentionSpec(mesh, problem, exchange, kernel, scaling, int(index_block), counts_assumed == "1")
+    return AttentionSpec(
+        mesh,
+        problem,
+        exchange=exchange,
+        kernel=kernel,
+        scaling=Scaling(float(scale), float(softcap)),
+        index_block=int(index_block),
+        counts_assumed=counts_assumed == "1",
+    )
 
 
 @lru_cache(maxsize=1024)

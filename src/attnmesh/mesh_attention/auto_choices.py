@@ -25,8 +25,8 @@ HEADS = (32, 8, 128)
 """
 
 
-def chosen_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
-    """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
+def agreed_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
+    """Return the layout given, or for "auto" the one that takes least in training. Collective at its first call."""
     if (unpriced := unpriced_layout(layout, mask, mesh.ranks)) is not None:
         return unpriced
     if torch.compiler.is_compiling():
@@ -57,7 +57,10 @@ class Price(NamedTuple):
 
 @cached_per_world(1024)
 def agreed_price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, heads: tuple[int, int, int]) -> Price:
-    """Return the price of a layout on a mesh, or for "auto" that of the best. Collective at its first call."""
+    """Return the price of a layout on a mesh, or for "auto" that of the best. Collective at its first call.
+
+    The bound is safe, as `collective_once` says.
+    """
     cluster, tile = agreed_cluster_and_tile(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
@@ -83,7 +86,7 @@ def agreed_mode(
     problem: Problem,
     latent_widths: LatentWidths | None,
 ) -> ExchangeMode:
-    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
+    """Return the exchange that takes least. Collective at its first call. It depends on values equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGE_MODES["bulk"]
     cluster, tile = agreed_cluster_and_tile(mesh, device)

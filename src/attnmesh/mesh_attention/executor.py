@@ -90,7 +90,7 @@ def forward(
         if mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
             batch, heads, _, width = partial.out.shape
             own_partial = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            returning = _return_results(partial, schedule.query_step, task.along_keys, _merge_returned, own_partial)
+            returning = _return_results(partial, schedule.query_step, task.query_channel, _merge_returned, own_partial)
         # `swap_out` begins once `returning` has ended: until then parts from other ranks are merged into `own_partial`.
         pending.add(chain(returning, swap_out(own_partial, gathered.group)))
         del own_partial, partial, returning
@@ -149,7 +149,7 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
     def swap_in(group: HeadGroup) -> FinishSwap:
         finish = task.along_heads.swap_in(HeadTensors((inputs.dout, inputs.lse, delta)), group)
         some_q, some_kv = task.heads_of(group, saved)
-        return lambda: HeadTensors(some_q + finish().of_queries, some_kv)
+        return lambda: HeadTensors(some_q + finish().query_tensors, some_kv)
 
     def swap_out(own: Gradients, group: HeadGroup) -> Iterator[None]:
         nonlocal total
@@ -163,14 +163,14 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
     pending = PendingReturns()
     for gathered in _gathered_groups(swap_in, task):
         heads = task.heads_of(gathered.group, saved)
-        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in heads.of_queries + heads.of_keys))
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in heads.query_tensors + heads.key_tensors))
         dq = _backward_heads(gathered, task, pending, (own.k, own.v))
-        returning = _return_results((dq,), schedule.query_step, task.along_keys, _add_returned, (own.q,))
+        returning = _return_results((dq,), schedule.query_step, task.query_channel, _add_returned, (own.q,))
         pending.add(chain(returning, swap_out(own, gathered.group)))  # in this order, as in `forward`
         del dq, own, returning
     pending.finish()
     assert total is not None  # every schedule has a group
-    return Gradients(*total.of_queries, *total.of_keys)
+    return Gradients(*total.query_tensors, *total.key_tensors)
 
 
 def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
@@ -193,8 +193,8 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
         del part
         if finish_earlier is not None:
             _add(kv_gradients, finish_earlier())
-        pending.add(_return_results(kv_gradients, step.gather, task.along_queries, _add_returned, own_kv))
-        finish_earlier = None if step.onward is None else task.along_queries.begin_gather(kv_gradients, step.onward)
+        pending.add(_return_results(kv_gradients, step.gather, task.kv_channel, _add_returned, own_kv))
+        finish_earlier = None if step.onward is None else task.kv_channel.begin_gather(kv_gradients, step.onward)
         del kv_gradients
     assert dq is not None  # every schedule has a step
     return dq
@@ -249,8 +249,8 @@ def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> 
         if has_heads_axis:
             yield None
         tensors = finish_swap()
-        finish_queries = task.along_keys.begin_gather(tensors.of_queries, task.schedule.query_step)
-        kv_by_step = _kv_by_step(tensors.of_keys, task)
+        finish_queries = task.query_channel.begin_gather(tensors.query_tensors, task.schedule.query_step)
+        kv_by_step = _kv_by_step(tensors.key_tensors, task)
         del finish_swap, tensors
         if has_gather:
             yield None
@@ -273,7 +273,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     A ring's first step is this rank's own keys, which arrive without an exchange. It is taken here, so that the
     exchange of the second step begins at once too.
     """
-    steps, channel = task.schedule.key_steps, task.along_queries
+    steps, channel = task.schedule.key_steps, task.kv_channel
     first = channel.begin_gather(kv, steps[0])
 
     def arrivals() -> Iterator[Tensors]:

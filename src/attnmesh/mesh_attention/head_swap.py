@@ -16,8 +16,8 @@ from attnmesh.runtime.tensors import Tensors
 class HeadTensors(NamedTuple):
     """Tensors of tokens: those that have query heads, and those that have key heads."""
 
-    of_queries: Tensors
-    of_keys: Tensors = ()
+    query_tensors: Tensors
+    key_tensors: Tensors = ()
 
     def some_heads(self, heads: HeadSlices) -> "HeadTensors":
         """Return some of the heads, as views where these are not all."""
@@ -45,16 +45,16 @@ class HeadAllToAll:
         views = tensors.some_heads(group[axis.index])
         if axis.size == 1:
             return lambda: views
-        queries = len(views.of_queries)
-        indices = [self.schedule.query_indices] * queries + [self.schedule.key_indices] * len(views.of_keys)
-        own = views.of_queries + views.of_keys
+        queries = len(views.query_tensors)
+        indices = [self.schedule.query_indices] * queries + [self.schedule.key_indices] * len(views.key_tensors)
+        own = views.query_tensors + views.key_tensors
         shapes = [tuple(map(meta_like, own, map(len, slices))) for slices in zip(*indices, strict=True)]
-        parts = [part.of_queries + part.of_keys for part in map(tensors.some_heads, group)]
+        parts = [part.query_tensors + part.key_tensors for part in map(tensors.some_heads, group)]
         finish_exchange = self.channel.begin_all_to_all(parts, shapes)
 
         def finish() -> HeadTensors:
             if into is not None:
-                chunk = into.of_queries + into.of_keys
+                chunk = into.query_tensors + into.key_tensors
             else:
                 new = zip(own, indices, strict=True)
                 chunk = tuple(empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in new)
@@ -70,13 +70,15 @@ class HeadAllToAll:
 
         It yields while the exchange is under way.
         """
-        views = [part.of_queries + part.of_keys for part in map(results.some_heads, group)]  # a tuple for each rank
-        arrived = [computed.of_queries + computed.of_keys]
+        views = [
+            part.query_tensors + part.key_tensors for part in map(results.some_heads, group)
+        ]  # a tuple for each rank
+        arrived = [computed.query_tensors + computed.key_tensors]
         if self.channel.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = take_tokens(computed.of_keys, k_tokens) if computed.of_keys else ()
-                parts.append(take_tokens(computed.of_queries, q_tokens) + keys)
+                keys = take_tokens(computed.key_tensors, k_tokens) if computed.key_tensors else ()
+                parts.append(take_tokens(computed.query_tensors, q_tokens) + keys)
             finish = self.channel.begin_all_to_all(parts, views)
             del computed, arrived, parts
             yield

@@ -89,7 +89,7 @@ class Projection:
         for start in range(0, max(1, q.shape[2]), size):
             queries = slice(start, start + size)
             absorbed = self.absorb(q[:, :, queries])
-            keys = selected.of_queries(queries)
+            keys = selected.select_queries(queries)
             values = latents[..., : self.latent_width]
             out, lse = attend_band(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))

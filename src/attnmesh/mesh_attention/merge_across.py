@@ -22,7 +22,7 @@ from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
-from attnmesh.guard.agreement import Agreement, CallGuard, prepare_merges
+from attnmesh.guard.agreement import Agreement, CallGuard, agree_on_merges
 from attnmesh.guard.call_text import describe_call, hash_of_call
 from attnmesh.guard.merge_agreement import MergeAgreement, MergeDescription
 from attnmesh.kernels.traced import are_plain
@@ -107,7 +107,7 @@ def agreed_host_merge_and_text(
     """
     if axis.size == 1 or merge_name not in ("auto", *MERGES) or _merges_on_gpus(axis):
         return None
-    prepare_merges(axis)
+    agree_on_merges(axis)
     merge = RequestedMerge(axis, merge_name, output)
     host_merge = agreed_host_merge(axis, tuple(shape), merge.agreed_merge(torch.device("cpu")))
     return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge))
@@ -131,7 +131,7 @@ def merge_agreement(partial: object, merge: RequestedMerge, checked: bool | None
 def _send_poison(merge: RequestedMerge) -> None:
     """Take part in a merge with poison. On CPUs ranks prepare their merges first, as the others do in this call."""
     if device_type_of(merge.axis.group) == "cpu":
-        prepare_merges(merge.axis)
+        agree_on_merges(merge.axis)
     merge.send_poison()
 
 
@@ -173,7 +173,7 @@ def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, b
         out, lse = merge.output_of(partial)
         return Partial(torch.full_like(out, torch.nan), lse.clone())
     if axis.size > 1 and device.type == "cpu":
-        prepare_merges(axis)
+        agree_on_merges(axis)
     try:
         merged, checksum = merge.run(partial, checksum_of(hash_of_call(text), partial.lse))
     except Exception as error:

@@ -80,7 +80,7 @@ def _spec_of_assumed_counts(mesh: RankMesh, arguments: AttentionArguments, check
     tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
     if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
-    spec = make_spec(mesh, options, arguments.facts, tokens)._replace(counts_assumed=options.length is None)
+    spec = make_spec(mesh, options, arguments.sizes, tokens)._replace(counts_assumed=options.length is None)
     spec.check_highest_selected(payload.highest_selected)
     return spec
 
@@ -93,7 +93,7 @@ def _prepare_uncompared(
         check_arguments(mesh, arguments, checked)
         length = arguments.options.length
         assert length is not None
-        spec = cached_spec(mesh, arguments.options, arguments.facts, (length, length))
+        spec = cached_spec(mesh, arguments.options, arguments.sizes, (length, length))
         spec.check_highest_selected(arguments.payload.highest_selected)
         try:
             spec.check_own_shard(*arguments.tokens)
@@ -128,7 +128,7 @@ def _prepare_compared(
     payloads = [CallPayload(*row) for row in table]
     tokens = tuple((payload.queries, payload.keys) for payload in payloads)
     queries, keys = map(sum, zip(*tokens, strict=True))
-    spec = cached_spec(mesh, arguments.options, arguments.facts, (queries, keys), tokens)
+    spec = cached_spec(mesh, arguments.options, arguments.sizes, (queries, keys), tokens)
     spec.check_highest_selected(max(payload.highest_selected for payload in payloads))
     _warn_of_whole_keys([payload.digest for payload in payloads])
     known_payloads = [[*payload._replace(digest=0)] for payload in payloads]  # a call that is known sends no digest

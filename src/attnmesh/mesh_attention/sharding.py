@@ -16,7 +16,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shard_marks import ShardMark, marked, shard_marks
-from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout, check_auto
 from attnmesh.runtime.operators import custom_operator
 
 
@@ -56,7 +56,7 @@ def shard(
             raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
         agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
-    chosen = chosen_layout(layout, applied_mask, rank_mesh)
+    chosen = agreed_layout(layout, applied_mask, rank_mesh)
     part = x.index_select(dim, chosen.positions(x.shape[dim], rank_mesh.ranks, rank_mesh.shard_index).to(x.device))
     return marked(part, ShardMark(chosen, mask if chooses else None, rank_mesh, dim))
 
@@ -110,7 +110,7 @@ def unshard(
     counts = [row[0] for row in table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", applied_mask, length)
-    positions = _positions(chosen_layout(layout, applied_mask, rank_mesh), length, counts)
+    positions = _positions(agreed_layout(layout, applied_mask, rank_mesh), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), rank_mesh, counts)
     _warn_of_whole_tensors(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)

@@ -52,8 +52,8 @@ class Task:
     groups: Sequence[HeadGroup]
     steps: Sequence[TaskStep]
     along_heads: HeadAllToAll
-    along_queries: Channel
-    along_keys: Channel
+    kv_channel: Channel
+    query_channel: Channel
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
 
@@ -63,7 +63,9 @@ class Task:
             return self.steps
         heads = group[self.spec.mesh.heads.index].kv_heads
         return [
-            step._replace(band=step.band.of_heads(heads)) for step in self.steps if isinstance(step.band, SelectedKeys)
+            step._replace(band=step.band.select_heads(heads))
+            for step in self.steps
+            if isinstance(step.band, SelectedKeys)
         ]
 
     def heads_of(self, group: HeadGroup, saved: HeadTensors) -> HeadTensors:
@@ -134,8 +136,11 @@ def _new_task(
         request = KernelRequest.of(q, k, v, spec.scaling, (own_schedule.query_step.positions, gather.positions))
         steps.append(TaskStep(gather, onward, band, choose(request, spec.kernel)))
     # In a ring several exchanges along an axis may be under way at once, each to one rank: none waits for its turn.
-    heads, queries, keys = (Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes)
-    return Task(spec, own_schedule, groups, steps, HeadAllToAll(heads, own_schedule), queries, keys)
+    heads, along_queries, along_keys = (Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes)
+    along_heads = HeadAllToAll(heads, own_schedule)
+    return Task(
+        spec, own_schedule, groups, steps, along_heads=along_heads, kv_channel=along_queries, query_channel=along_keys
+    )
 
 
 @cached_per_world()

@@ -168,7 +168,7 @@ class Workload:
         """Tokens whose keys and values are kept: in decoding those that new tokens see, as in `KVCache(mask=)`."""
         if self.phase != "decode":
             return self.length
-        return min(self.length, self.mask.longest_row(MAX_COUNT) + (self.q_len or 1) - 1)
+        return min(self.length, self.mask.max_causal_keys_of(MAX_COUNT) + (self.q_len or 1) - 1)
 
     @property
     def travelling_heads(self) -> int:

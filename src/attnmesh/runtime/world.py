@@ -71,7 +71,8 @@ def collective_once(find: Callable[P, R]) -> Callable[P, R]:
 
     Collective: all ranks make the first call with the same arguments at once, and exchange messages in it. The cache
     has no bound. Otherwise rank A could drop a result that rank B still has. A would then call alone, and wait for
-    messages that B never sends.
+    messages that B never sends. A memo with a bound (`cached_per_world(1024)`) may hold what calls such functions: made
+    anew, a result sends nothing, as they keep theirs.
     """
     return WORLD.cached()(find)
 

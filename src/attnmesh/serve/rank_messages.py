@@ -39,9 +39,9 @@ class CloseEngine(NamedTuple):
 
 
 class EngineReady(NamedTuple):
-    """The engine takes requests. `facts` are those of the model."""
+    """The engine takes requests, within these sizes of contexts and caches."""
 
-    facts: dict[str, Any]
+    engine_sizes: dict[str, Any]
 
 
 class EngineFigures(NamedTuple):

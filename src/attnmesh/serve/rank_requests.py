@@ -45,10 +45,10 @@ LOWEST_LOGPROB = -9999.0
 """Log-probability that stands for minus infinity, which JSON cannot spell."""
 
 
-def serve_rank_0(engine: Engine, address: str, facts: dict[str, Any]) -> None:
+def serve_rank_0(engine: Engine, address: str, engine_sizes: dict[str, Any]) -> None:
     """Run the engine for the front at the address, until the front closes or ranks are lost."""
     worker = RankRequests(engine, RankSocket(address))
-    worker.send(EngineReady(facts))
+    worker.send(EngineReady(engine_sizes))
     for work in (worker.listen, worker.send_figures):
         threading.Thread(target=work, daemon=True).start()
     try:

@@ -147,7 +147,7 @@ class App:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
         _, (ids, texts) = await self._read_and_run(http, partial(read_fields, known_fields=TOKENIZE), encode_either)
-        longest = self.supervisor.facts["max_model_len"]
+        longest = self.supervisor.engine_sizes["max_model_len"]
         fields = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
         return Response(await encode_json(fields), media_type="application/json")
 
@@ -182,8 +182,8 @@ class App:
     # --- a request ---
 
     def _model(self, name: str) -> dict[str, Any]:
-        facts = {"max_model_len": self.supervisor.facts.get("max_model_len")}
-        return {"id": name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
+        length = self.supervisor.engine_sizes.get("max_model_len")
+        return {"id": name, "object": "model", "created": 0, "owned_by": "attnmesh", "max_model_len": length}
 
     def _check_model(self, name: str, param: str) -> None:
         if name not in self.names:
@@ -195,7 +195,7 @@ class App:
     ) -> tuple[dict[str, Any], EncodedPrompt]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
         fields, prompt = await self._read_and_run(http, read, encode)
-        longest = self.supervisor.facts["max_model_len"]
+        longest = self.supervisor.engine_sizes["max_model_len"]
         if not prompt.ids:
             name = "messages" if "messages" in fields else "prompt"
             raise Refused(400, f"{name}: expected at least one token", name)
@@ -208,7 +208,7 @@ class App:
     ) -> tuple[dict[str, Any], T]:
         """Return the fields of a request, which a thread reads, and what another one makes of them."""
         self.supervisor.check_ready()
-        longest = self.supervisor.facts["max_model_len"]
+        longest = self.supervisor.engine_sizes["max_model_len"]
         take = partial(read, defaults=self.defaults)
         async with self._bodies.read(http, longest, take) as (fields, nbytes):
             if fields["model"] is not None:
@@ -220,8 +220,8 @@ class App:
 
     def _default_new(self, prompt: int, most: int) -> int:
         """Return how many new tokens fit without passing a length at which ropes change."""
-        sides = [switch for switch in self.supervisor.facts.get("rope_switches", ()) if prompt < switch]
-        limit: int = min(self.supervisor.facts["max_model_len"], *sides, prompt + most)
+        sides = [switch for switch in self.supervisor.engine_sizes.get("rope_switches", ()) if prompt < switch]
+        limit: int = min(self.supervisor.engine_sizes["max_model_len"], *sides, prompt + most)
         return limit - prompt
 
     def _biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
@@ -256,7 +256,7 @@ class App:
         make: Callable[..., Reply] = Reply,
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
-        longest = self.supervisor.facts["max_model_len"]
+        longest = self.supervisor.engine_sizes["max_model_len"]
         room = longest - len(prompt.ids)
         if new > room:
             name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"

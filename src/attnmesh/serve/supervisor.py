@@ -122,7 +122,7 @@ class Supervisor:
         self.deadline = deadline
         self.state = ServerState.STARTING
         self.failure: BaseException | None = None
-        self.facts: dict[str, Any] = {}
+        self.engine_sizes: dict[str, Any] = {}
         self.open: dict[int, OpenRequest] = {}
         self.draining = False
         """True once no more requests are taken, while open ones may end."""
@@ -285,7 +285,7 @@ class Supervisor:
             now = loop.time()
             self._losses = [*(loss for loss in self._losses if now - loss < LOSS_WINDOW_SECONDS), now]
             number = len(self._losses)
-            if not self.facts or number > self.max_restarts:  # a world that never was ready will not be
+            if not self.engine_sizes or number > self.max_restarts:  # a world that never was ready will not be
                 self._fail(error)
                 return
             self.state = ServerState.RESTARTING
@@ -394,8 +394,8 @@ class Supervisor:
     def _receive(self, message: ToFront) -> None:
         self._last_message_at = asyncio.get_running_loop().time()
         match message:
-            case EngineReady(facts):
-                self._begin(facts)
+            case EngineReady(engine_sizes):
+                self._begin(engine_sizes)
             case EngineFigures(figures):
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
                     self._last_step_at = self._last_message_at
@@ -406,15 +406,15 @@ class Supervisor:
             case _ if message.number in self.open:
                 self._advance(self.open[message.number], message)
 
-    def _begin(self, facts: dict[str, Any]) -> None:
+    def _begin(self, engine_sizes: dict[str, Any]) -> None:
         """Serve in a world that is ready: open requests go on there."""
         now = self._last_step_at = asyncio.get_running_loop().time()
-        if self.facts:
+        if self.engine_sizes:
             self.metrics.restarts.inc()
             self.log(f"the ranks are back after {now - self._losses[-1]:.1f} s, requests that go on: {len(self.open)}")
         else:
-            self.on_ready(facts)
-        self.facts = facts
+            self.on_ready(engine_sizes)
+        self.engine_sizes = engine_sizes
         self.state = ServerState.STOPPING if self._is_stopping() else ServerState.READY
         for request in [*self.open.values()]:
             if len(request.sent) >= request.options["max_new_tokens"]:

@@ -12,7 +12,7 @@ from attnmesh.checks.argument_checks import check_dtype
 from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import RankMesh, device_of, make_flat_axis
+from attnmesh.mesh.axes import RankMesh, agreed_flat_axis, device_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.measure_device import measure_device
 from attnmesh.setup.measure_link import measure_link, measure_wait
@@ -26,7 +26,7 @@ def measure(device_mesh: DeviceMesh | None, dtype: torch.dtype | None = None) ->
     device = device_of(device_mesh)
     with Agreement(mesh, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
-    axis = make_flat_axis(device_mesh, AXES)
+    axis = agreed_flat_axis(device_mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     scaling = Scaling(width**-0.5)
 
     def attending(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
-        return partial(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
+        return partial_of(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
         out, _ = attend_locally(learned[0], learned[1], learned[2], Visible(FULL), scaling, "auto")

@@ -2,16 +2,16 @@
 
 import statistics
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 
 import torch
 import torch.distributed as dist
 
 from attnmesh.comm.rank_merge import RequestedMerge
-from attnmesh.comm.topology import agreed_host_mailboxes, dist_all_gather_ints, make_subgroup
+from attnmesh.comm.topology import agreed_host_mailboxes, agreed_subgroup, dist_all_gather_ints
 from attnmesh.core.partial import Partial
 from attnmesh.cost.rates import NO_LINK, Link
-from attnmesh.guard.agreement import prepare_merges
+from attnmesh.guard.agreement import agree_on_merges
 from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
 
 MERGE_BYTES = 16384
@@ -61,7 +61,7 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
         return 0.0
     factor = torch.randn(WORK, WORK, dtype=torch.float32, device="cpu")
     out = factor.new_zeros(1, 1, 1, MERGE_BYTES // factor.itemsize)
-    prepare_merges(world.axis)
+    agree_on_merges(world.axis)
     tree = RequestedMerge(world.axis, "tree", "replicated")
 
     def merge() -> None:
@@ -71,7 +71,7 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
         work()
         merge()
 
-    work = partial(torch.mm, factor, factor)
+    work = partial_of(torch.mm, factor, factor)
     waits = []
     for _ in range(2 * ROUNDS + 1):
         together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]
@@ -84,7 +84,7 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> fl
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
     mine = next(line for line in lines if world.axis.index in line)
     number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
-    group = make_subgroup(world.axis, tuple(mine))
+    group = agreed_subgroup(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first_step) / max(1, len(mine) - 2)

@@ -22,7 +22,7 @@ TOKENS = {"cpu": 2**15, "cuda": 2**18}
 """Tokens that are read by 8 heads of 64 columns in float32: more than a CPU of many cores, or a GPU, caches for one."""
 
 
-def measured_shares(mesh: RankMesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
+def agreed_shares(mesh: RankMesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
     """Return the shares of the ranks along queries and keys, the same on all ranks. Collective.
 
     Args:

@@ -23,7 +23,7 @@ from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, RankMesh, intersect, make_flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis, intersect
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 
@@ -115,7 +115,7 @@ class _Moves:
     ) -> None:
         self.old, self.new, self.length, self.sources, self.firsts = old, new, length, sources, firsts
         self.mesh, token_axis = new[0].mesh, new[0].token_axis
-        self.axis = make_flat_axis(new[0].device_mesh, AXES)
+        self.axis = agreed_flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
         # Indices of each rank in the flat axis, heads and tokens.
         self.ranks = dist_all_gather_ints(indices, self.mesh.axes)

@@ -129,7 +129,7 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
         (rectangle,) = cuda.CUDA().cut(band, x, x, x)
         assert cuda.CUDA().operator_name(x, x, x, rectangle) == "triton"
         short, tokens = (
-            Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().of_queries(0, 70, 0)),
+            Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().select_queries(0, 70, 0)),
             x[:, :, :70],
         )
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Scaling(0.25))

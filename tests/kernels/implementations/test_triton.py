@@ -201,9 +201,9 @@ def test_checksums_of_random_calls_agree_with_pytorch(seed: int) -> None:
         torch.randn(random.randint(1, 3000), dtype=random.choice((*DTYPES, torch.float64)))
         for _ in range(random.choice((1, 2)))
     ]
-    call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
-    expected = checksum_of(sum(map(digest, tensors), start=call + state[0]), into)
-    assert torch.equal(merging.launch_checksum(tensors, call, state, MODULUS, into), expected)
+    call, device_counts, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
+    expected = checksum_of(sum(map(digest, tensors), start=call + device_counts[0]), into)
+    assert torch.equal(merging.launch_checksum(tensors, call, device_counts, MODULUS, into), expected)
 
 
 @pytest.mark.parametrize("seed", seeds(16, 40))
@@ -351,7 +351,7 @@ from triton.compiler import ASTSource
 from attnmesh.kernels.programs import attend, decode, peers
 
 POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "other_bits": "*i16"}
-POINTERS |= dict.fromkeys(("positions", "token_index", "state", "firsts", "lasts"), "*i64")
+POINTERS |= dict.fromkeys(("positions", "token_index", "device_counts", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
 POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")

@@ -12,7 +12,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.partial import Partial
 from attnmesh.decoding.index_search import top_k_tokens
-from attnmesh.mesh.axes import make_flat_axis
+from attnmesh.mesh.axes import agreed_flat_axis
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulation.emulated_gpu import EmulatedGPU
 from tests.support.ranks.pool import on_each_rank
@@ -89,7 +89,7 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
     }
     calls: dict[str, Call] = {name: (lambda o=o: am.decode(q, cache, **o)) for name, o in options.items()}
     partial = Partial(random(7, 1, 4, 1, 16), random(8, 1, 4, 1))
-    group = make_flat_axis(mesh, ("queries", "keys")).group
+    group = agreed_flat_axis(mesh, ("queries", "keys")).group
     return calls | {
         "append": lambda: cache.append(k, v),
         "append and decode": lambda: am.decode(q, cache, k=k, v=v),

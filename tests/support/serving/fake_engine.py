@@ -205,8 +205,8 @@ def serve_as_rank(address: str, pause: float) -> None:
 class ThreadWorld:
     """A world of one rank in a thread, for tests of what comes before ranks."""
 
-    def __init__(self, facts: Any = MappingProxyType({}), **options: Any) -> None:
-        self.options, self.facts = options, {"max_model_len": LONGEST, **facts}
+    def __init__(self, engine_sizes: Any = MappingProxyType({}), **options: Any) -> None:
+        self.options, self.engine_sizes = options, {"max_model_len": LONGEST, **engine_sizes}
         self.engine = FakeEngine(**options)
 
     def made(self) -> FakeEngine:
@@ -214,7 +214,7 @@ class ThreadWorld:
 
     def run(self, address: str) -> None:
         self.engine = self.made()
-        serve_rank_0(self.engine, address, self.facts)
+        serve_rank_0(self.engine, address, self.engine_sizes)
 
     def kill(self, *, again: bool = False) -> None:
         self.engine.close()

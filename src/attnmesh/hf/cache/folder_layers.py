@@ -13,7 +13,7 @@ from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.transformers_names import CacheLayerMixin
-from attnmesh.mesh.axes import RankMesh, make_flat_axis
+from attnmesh.mesh.axes import RankMesh, agreed_flat_axis
 from attnmesh.store.kv_folder import KVFolder
 
 
@@ -55,7 +55,7 @@ class FolderLayers(StoredLayers):
 
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
-        token_axis = make_flat_axis(self.mesh, ("queries", "keys"))
+        token_axis = agreed_flat_axis(self.mesh, ("queries", "keys"))
         self.folder = opened = KVFolder(folder, RankMesh.of(self.mesh), token_axis, "ShardedCache folder")
         with opened.released_on_error():
             self._read_folder(opened)

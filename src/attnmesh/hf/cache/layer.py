@@ -109,7 +109,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = _cache_to_extend(self.kv, k.shape[0])
         if kv is None:
             settings = self.cache.settings
-            row = mask.longest_row(FAR)
+            row = mask.max_causal_keys_of(FAR)
             storage = settings.storage if row > SHORT_WINDOW else settings.window_storage
             options: dict[str, Any] = {"storage": storage}
             if v is not None:

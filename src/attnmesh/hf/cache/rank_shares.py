@@ -13,10 +13,10 @@ from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_compressed, key_heads, layers_of, num_cached_layers
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.setup.init_mesh import device_for
-from attnmesh.setup.measure_shares import measured_shares
+from attnmesh.setup.measure_shares import agreed_shares
 
 
-def shares_of(
+def agreed_rank_shares(
     config: PreTrainedConfig,
     device_mesh: DeviceMesh | None,
     shares: Sequence[float] | str | None,
@@ -26,7 +26,7 @@ def shares_of(
     """Return the ratios of the tokens of each rank; None for even shares. Collective with "auto": ranks measure."""
     if isinstance(shares, str):
         needed = 0 if capacity is None else capacity * token_bytes(config, storage)
-        return measured_shares(RankMesh.of(device_mesh), device_for(device_mesh, None), needed)
+        return agreed_shares(RankMesh.of(device_mesh), device_for(device_mesh, None), needed)
     return None if shares is None else tuple(shares)
 
 

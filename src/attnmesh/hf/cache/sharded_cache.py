@@ -21,7 +21,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
 from attnmesh.hf.cache.history import CacheHistory, HeldTokens
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
-from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
+from attnmesh.hf.cache.rank_shares import agreed_rank_shares, prompt_layout
 from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.models import window_of
@@ -147,7 +147,7 @@ class ShardedCache(FolderLayers):
             capacity=tokens,
             block=int(block or BLOCK),
             windows=windows and folder is None,
-            shares=shares_of(config, mesh, shares, tokens, storage),
+            shares=agreed_rank_shares(config, mesh, shares, tokens, storage),
         )
         self._use(in_use)
         self.history = CacheHistory()

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
-from attnmesh.mesh.axes import Axis, RankMesh, attention_dims, make_flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
@@ -266,7 +266,7 @@ def _chains(layout: Layout, length: int, device_mesh: DeviceMesh | None) -> list
 @cached_per_world(64)
 def _chain_axis(device_mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     """Return all ranks of a mesh as one axis, and the rank of each shard in it."""
-    axis = make_flat_axis(device_mesh, AXES)
+    axis = agreed_flat_axis(device_mesh, AXES)
     if axis.size == 1 or device_mesh is None:
         return axis, [0]
     shape = RankMesh.of(device_mesh).shape

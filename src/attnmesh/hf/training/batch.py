@@ -21,7 +21,7 @@ from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh_attention.auto_choices import chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout
 from attnmesh.mesh_attention.sharding import shard
 
 IGNORE_INDEX = -100
@@ -73,7 +73,7 @@ def shard_batch(
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
     agreed = agree_on_batch(batch, mesh, layout, exchange, more)
-    return shard_agreed(agreed, mesh, chosen_layout(layout, Causal() & agreed.documents, RankMesh.of(mesh)), exchange)
+    return shard_agreed(agreed, mesh, agreed_layout(layout, Causal() & agreed.documents, RankMesh.of(mesh)), exchange)
 
 
 class AgreedBatch(NamedTuple):

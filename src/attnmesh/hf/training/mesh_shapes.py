@@ -11,7 +11,7 @@ from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
-from attnmesh.mesh_attention.auto_choices import agreed_price, chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout, agreed_price
 from attnmesh.setup.init_mesh import split_mesh
 
 Heads = tuple[int, int, int]
@@ -62,7 +62,7 @@ class MeshShapes:
         mask = Causal() & batch.documents
         length = batch.positions.shape[1]
         if not self.device_meshes:
-            return self.device_mesh, chosen_layout(layout, mask, RankMesh.of(self.device_mesh))
+            return self.device_mesh, agreed_layout(layout, mask, RankMesh.of(self.device_mesh))
         heads = _heads(config)
         device_meshes = self.device_meshes[heads]
         prices = [agreed_price(layout, mask, length, RankMesh.of(device_mesh), heads) for device_mesh in device_meshes]

@@ -5,9 +5,9 @@ in half precision, out 0 for an infinite logit. With grouped heads it reads the 
 fails on empty inputs and on a negative scale, which `driver` avoids for every kernel.
 """
 
-import functools
 import math
 from collections.abc import Sequence
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class FlashCPU(Kernel):
         if scaling.capped:
             return Reference().attend(q, k, v, rectangle, scaling)
         if _use_tiles(q, k, v, rectangle):
-            attend = functools.partial(_attend_tiles, scaling=scaling)
+            attend = partial_of(_attend_tiles, scaling=scaling)
             return attend_rectangles(attend, q, k, v, _runs_of_keys(q, k, v))
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)

@@ -78,7 +78,9 @@ class Native(Kernel):
             return cut(band)
         count = len(band.low)
         low, high = (int(band.low[0]), int(band.high[-1])) if count else (0, 0)
-        return [Rectangle(slice(0, count), slice(low, high), band=band.of_queries(0, count, low))] if low < high else []
+        if low >= high:
+            return []
+        return [Rectangle(slice(0, count), slice(low, high), band=band.select_queries(0, count, low))]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from functools import partial as partial_of
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -94,12 +95,12 @@ class Triton(Kernel):
             return []
         first, last = int(rows[0]), int(rows[-1])
         start, stop = int(band.low[first]), int(band.high[last])
-        return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.of_queries(first, last + 1, start))]
+        return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.select_queries(first, last + 1, start))]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
         rows = q.shape[2] * q.shape[1] // k.shape[1]
-        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, rectangle, scaling))
+        return _with_fitting_tile("attend", q, v, rows, partial_of(_attend, q, k, v, rectangle, scaling))
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -114,14 +115,15 @@ class Triton(Kernel):
     ) -> Partial:
         """Return the partial of the keys of each sequence at these indices, (batch, keys), but for hidden ones."""
         positions = indices.masked_fill(hidden, -1).to(torch.int32)
-        run = partial(_attend_scattered, q, k, v, positions, scaling)
+        run = partial_of(_attend_scattered, q, k, v, positions, scaling)
         return merge_stack_on_device(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, rectangle, scaling))
+        run = partial_of(_backward, q, k, v, saved, rectangle, scaling)
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, run)
 
 
 KERNEL = TRITON = Triton()
@@ -157,12 +159,12 @@ class BoundTritonCache:
         positions = view.token_index if view.padding is None else view.padding.positions
         bounds = self._bounds(query, view) or (positions, positions)  # not read if they are the places
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
-        tensors |= {"state": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
+        tensors |= {"device_counts": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
         prepared = self.prepared.get(signature)
         if prepared is None:
             rows = q.shape[2] * q.shape[1] // keys.shape[1]
-            run = partial(self._prepare, query, view, tensors)
+            run = partial_of(self._prepare, query, view, tensors)
             prepared, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
             self.prepared.keep(signature, prepared)
         else:
@@ -208,7 +210,7 @@ class BoundTritonCache:
             "left": left,
             "right": right,
             "BOUNDED": bounded,
-            "NEAR": mask.row_limit < FAR,
+            "NEAR": mask.max_causal_keys < FAR,
         }
         prepared = (max(1, -(-slots // split_keys)), tiles, heads), arguments
         return prepared, _launch_cache(*prepared, tensors, view.value_dim)
@@ -232,7 +234,8 @@ def _attend_scattered(
     count = -(-keys // _split_keys(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
-    tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
+    device_counts = torch.full((2,), keys, device=q.device)
+    tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "device_counts": device_counts}
     tensors |= dict.fromkeys(("positions", "token_index", "firsts", "lasts"), positions)
     arguments = _cache_arguments(q, k, v, scaling, tile)
     arguments |= {"positions_batch": _batch_stride(positions), "capacity": keys, "SELECTED": True}

@@ -12,7 +12,7 @@
 struct Append {
     void* stored[2];
     const void* given[2];
-    int64_t *token_index, *state;  // the token in each slot; the tokens on all ranks, and those in the shard
+    int64_t *token_index, *device_counts;  // the token in each slot; the tokens on all ranks, and those in the shard
     int64_t stored_strides[2][4], given_strides[2][4], widths[2];  // in elements: sequence, head, token, column
     int64_t element, tensors, batch, heads, tokens;                // bytes of an element
 
@@ -56,11 +56,12 @@ const char* row_from(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t
 
 void copy_rows(const Append& a, int64_t x, int64_t b, int64_t h) {
     for (int64_t t = 0; t < a.tokens; t++)
-        std::memcpy(row_to(a, x, b, h, a.state[1] + t), row_from(a, x, b, h, t), a.row_bytes(x));
+        std::memcpy(row_to(a, x, b, h, a.device_counts[1] + t), row_from(a, x, b, h, t), a.row_bytes(x));
 }
 
 void note_tokens(const Append& a, const int64_t* tokens) {
-    for (int64_t t = 0; t < a.tokens; t++) a.token_index[a.state[1] + t] = tokens ? tokens[t] : a.state[0] + t;
+    int64_t length = a.device_counts[0], used = a.device_counts[1];
+    for (int64_t t = 0; t < a.tokens; t++) a.token_index[used + t] = tokens ? tokens[t] : length + t;
 }
 
 int64_t write_all(int64_t file, const char* from, int64_t count, int64_t at) {
@@ -79,7 +80,7 @@ int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
     int64_t bytes = a.tokens * a.row_bytes(x);
     bool is_whole = a.given_strides[x][2] == a.widths[x] && a.stored_strides[x][2] == a.widths[x];
     if (is_whole && bytes >= FEW)
-        return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.state[1]) - f.place);
+        return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.device_counts[1]) - f.place);
     copy_rows(a, x, b, h);
     return 0;
 }
@@ -94,7 +95,7 @@ int64_t write_tensor(const FileAppend& f, int64_t x, PartSums& sums) {
     for (int64_t b = 0; b < a.batch; b++)
         for (int64_t h = 0; h < a.heads; h++) {
             for (int64_t t = 0; t < a.tokens; t += at_once) {
-                int64_t place = row_to(a, x, b, h, a.state[1] + t) - (char*)a.stored[x];
+                int64_t place = row_to(a, x, b, h, a.device_counts[1] + t) - (char*)a.stored[x];
                 sums.add<T>(row_from(a, x, b, h, t), row * at_once, place / (int64_t)sizeof(T));
             }
             if (int64_t failed = write_head(f, x, b, h)) return failed;
@@ -116,7 +117,8 @@ int64_t write_rows(const FileAppend& f, std::vector<PartSums>& sums) {
         if (failed) return failed;
     }
     note_tokens(a, f.tokens);
-    sums.emplace_back(a.state[1] + a.tokens, f.weights).add<int64_t>(a.token_index + a.state[1], a.tokens, a.state[1]);
+    int64_t used = a.device_counts[1];
+    sums.emplace_back(used + a.tokens, f.weights).add<int64_t>(a.token_index + used, a.tokens, used);
     uint64_t digest = 0, weight = 1;
     for (const PartSums& own : sums) digest += weight * (uint64_t)own.value(), weight += 2;
     *f.digest = (int64_t)digest;
@@ -125,7 +127,7 @@ int64_t write_rows(const FileAppend& f, std::vector<PartSums>& sums) {
 
 // Adds the sums to those of the piece, if the piece's are of all earlier tokens.
 void add_sums(const FileAppend& f, const std::vector<PartSums>& sums) {
-    if (f.sums[0] != f.rows.state[1]) return;
+    if (f.sums[0] != f.rows.device_counts[1]) return;
     int64_t* at = f.sums + 1;
     for (const PartSums& own : sums) own.add_to(at), at += own.count();
     f.sums[0] += f.rows.tokens;
@@ -133,7 +135,7 @@ void add_sums(const FileAppend& f, const std::vector<PartSums>& sums) {
 
 // Writes the record of `journal.py`.
 int64_t write_record(const FileAppend& f) {
-    int64_t start = f.base + f.rows.state[1];
+    int64_t start = f.base + f.rows.device_counts[1];
     int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, *f.digest};
     int64_t record[8] = {fields[1], fields[2], fields[3], fields[4], fields[5], digest<int64_t>(fields, 6, f.weights)};
     return write_all(f.journal, (const char*)record, sizeof(record), f.at);
@@ -146,7 +148,7 @@ extern "C" int64_t attnmesh_append(const Append* a) {
         for (int64_t b = 0; b < a->batch; b++)
             for (int64_t h = 0; h < a->heads; h++) copy_rows(*a, x, b, h);
     note_tokens(*a, nullptr);
-    a->state[0] += a->tokens, a->state[1] += a->tokens;
+    a->device_counts[0] += a->tokens, a->device_counts[1] += a->tokens;
     return 0;
 }
 
@@ -159,7 +161,7 @@ extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
     if (int64_t failed = write_rows(*f, sums)) return failed;
     if (int64_t failed = write_record(*f)) return failed;
     add_sums(*f, sums);
-    f->rows.state[0] = f->length, f->rows.state[1] += f->rows.tokens;
+    f->rows.device_counts[0] = f->length, f->rows.device_counts[1] += f->rows.tokens;
     return 0;
 }
 

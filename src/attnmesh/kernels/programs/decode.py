@@ -38,7 +38,7 @@ def _count_below(numbers, count, target, WIDE: tl.constexpr):
 
 @program()
 def attend_cache_program(
-    q, k, v, positions, token_index, state, firsts, lasts, out, lse,
+    q, k, v, positions, token_index, device_counts, firsts, lasts, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, positions_batch, bounds_batch,
     rows, group, kv_heads, block, capacity, left, right, width, value_width, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -61,8 +61,8 @@ def attend_cache_program(
     tile = tl.program_id(1)
     batch_head = tl.program_id(2).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
-    length = tl.load(state)
-    used = tl.load(state + 1).to(tl.int32)
+    length = tl.load(device_counts)
+    used = tl.load(device_counts + 1).to(tl.int32)
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     query = (row // group).to(tl.int64)
@@ -167,9 +167,10 @@ def _digest(bits, count, WIDE: tl.constexpr):
 
 @program()
 def checksum_program(
-    bits, count, other_bits, other_count, state, call_hash, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
+    bits, count, other_bits, other_count, device_counts, call_hash, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
 ):
     """Store a checksum of a call's hash, the cache's length and the bits of two tensors, and its negative."""
-    total = (_digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE) + call_hash + tl.load(state)) % MODULUS
+    digests = _digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE)
+    total = (digests + call_hash + tl.load(device_counts)) % MODULUS
     total = tl.where(total < 0, total + MODULUS, total).to(tl.float32)
     tl.store(checksum + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, total, -total))

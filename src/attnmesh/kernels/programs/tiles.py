@@ -4,7 +4,7 @@ A width is cut into two parts, named `_0` and `_1`. Each is a power of two, and 
 and 576 is 512 + 64.
 """
 
-from functools import partial
+from functools import partial as partial_of
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SCALE_COLUMNS = tl.constexpr(128)
 
-program = partial(
+program = partial_of(
     triton.jit,
     do_not_specialize=(
         "rows", "keys", "group", "kv_heads", "split_keys", "splits", "queries", "heads", "block", "capacity", "left",
