@@ -354,7 +354,7 @@ class KVCache(CacheProperties):
         self.guard = CallGuard(self.mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
         self.local_shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
-        self.local_shards.known_length = self.own_shard.length
+        self.local_shards.cpu_length = self.own_shard.length
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

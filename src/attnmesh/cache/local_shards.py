@@ -49,7 +49,7 @@ class LocalShards:
         self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
         """Copies of other ranks' shards, by index along the tokens axis."""
         self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0
+        self.cpu_length = 0
         """Tokens that this CPU has counted, without those that graphs append."""
         self.in_graphs = False
         """True if a graph holds an append: the CPU does not see its replays."""
@@ -92,7 +92,7 @@ class LocalShards:
     @property
     def length(self) -> int:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
-        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
+        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.cpu_length
 
     def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
         """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
@@ -104,8 +104,8 @@ class LocalShards:
         if self.in_graphs or is_capturing(shard.device):
             return None
         if self.forget_mask is not None:
-            return self.known_length, shard.used_at_most
-        return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
+            return self.cpu_length, shard.used_at_most
+        return self.cpu_length, self.rank_counts.by_rank(self.cpu_length)[shard.index] - shard.earlier_tokens
 
     def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
         """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
@@ -122,7 +122,7 @@ class LocalShards:
             if config.hot is not None and shard.device.type != "cpu":
                 return StepFault.TIERS
         if queries is not None:
-            length = self.known_length
+            length = self.cpu_length
             if shard.device.type != "cuda" or (self.in_graphs and not is_capturing(shard.device)):
                 length = shard.device_counts.tolist()[LENGTH]
             if not queries <= length <= config.capacity:
@@ -175,15 +175,15 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return
         capacity = self.own.config.capacity
-        unsure = self.in_graphs or self.known_length + new_count > capacity
+        unsure = self.in_graphs or self.cpu_length + new_count > capacity
         if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
-            self.known_length = self.length
-        if self.known_length + new_count > capacity:
-            given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
-            fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
+            self.cpu_length = self.length
+        if self.cpu_length + new_count > capacity:
+            given = f"{self.cpu_length} tokens and {new_count} more in a cache of {capacity}"
+            fix = f"call cache.reserve({self.cpu_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forget_mask is None:  # the shards of a cache that forgets grow
-            rank_counts.check(subject, self.known_length + new_count, self._slots)
+            rank_counts.check(subject, self.cpu_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
@@ -227,7 +227,7 @@ class LocalShards:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
         if self.forget_mask is None:
             return 0
-        shard, length, real = self.own, self.known_length, None
+        shard, length, real = self.own, self.cpu_length, None
         if shard.padding is not None or token_mask is not None:
             real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
             if shard.padding is not None:
@@ -244,7 +244,7 @@ class LocalShards:
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
-        start = self.known_length
+        start = self.cpu_length
         first_query, forgets = self.first_query, False
         if self.forget_mask is not None:
             self._move_first_query(new_count, new_count)
@@ -272,7 +272,7 @@ class LocalShards:
             if self.forget_mask is not None:
                 self._move_first_query(new_count, queries)
                 first = self.first_token(token_mask, new_count)
-                if skips := first > self.known_length:
+                if skips := first > self.cpu_length:
                     kept = tokens >= first
                     new = tuple(x[:, :, kept] for x in new)
                     tokens = tokens[kept]
@@ -292,7 +292,7 @@ class LocalShards:
         if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
-        self.known_length, self.first_query = length, min(self.first_query, length)
+        self.cpu_length, self.first_query = length, min(self.first_query, length)
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -313,23 +313,23 @@ class LocalShards:
         used = shard.mark_present(length, token_mask, first)
         new = tuple(x[:, :, :used] for x in shard.stored)
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
-        self.known_length = length
+        self.cpu_length = length
 
     def _move_first_query(self, new_count: int, queries: int) -> None:
         """Let tokens be forgotten that neither the last `queries` nor queries after a truncation see."""
         past = max(queries, self.own.config.keep + 1)
-        self.first_query = max(self.first_query, self.known_length + new_count - past)
+        self.first_query = max(self.first_query, self.cpu_length + new_count - past)
 
     def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):
-            self.known_length += new_count
+            self.cpu_length += new_count
         else:  # a graph is made, not run
             self.in_graphs = True
 
     def leave_graphs(self) -> None:
         """Let the CPU count tokens again: no graph appends any more."""
         if self.in_graphs:
-            self.known_length, self.in_graphs = self.own.length, False
+            self.cpu_length, self.in_graphs = self.own.length, False
 
     def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.

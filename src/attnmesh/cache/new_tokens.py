@@ -106,7 +106,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return True
     if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):
         return False
-    shards.known_length = length_and_used[0] + new_count
+    shards.cpu_length = length_and_used[0] + new_count
     return True
 
 

@@ -120,7 +120,7 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
             shard.truncate(0)
             raise
         shard.earlier_pieces, shards.forked = (piece,), True
-    shards.known_length += new_count
+    shards.cpu_length += new_count
 
 
 def _rows(pool: Tensor, table: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class TieredShard(OrderedShard):
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
-        self.known_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
+        self.cpu_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
@@ -56,7 +56,7 @@ class TieredShard(OrderedShard):
     @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
-        return self.known_length
+        return self.cpu_length
 
     @property
     def used_slots(self) -> int:
@@ -95,7 +95,7 @@ class TieredShard(OrderedShard):
 
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
-        self.known_length, self.hot_count = length, used
+        self.cpu_length, self.hot_count = length, used
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
@@ -113,11 +113,11 @@ class TieredShard(OrderedShard):
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
         rows = self.config.keys_and_values(piece.stored)
         with torch.inference_mode(False):
-            counts = torch.tensor([self.known_length, piece.token_count], device="cpu")
+            counts = torch.tensor([self.cpu_length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
-        piece.device_counts[LENGTH] = self.known_length
+        piece.device_counts[LENGTH] = self.cpu_length
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave. Otherwise return False."""
@@ -126,7 +126,7 @@ class TieredShard(OrderedShard):
         try:
             if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.hot_count = length + new_count, used + own_count
+            self.cpu_length, self.hot_count = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._set_counts(length, used)
             raise

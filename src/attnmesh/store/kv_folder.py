@@ -208,7 +208,7 @@ class KVFolder:
         if found != length:
             given = f"{found} of {length} tokens in {self.path}"
             raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
-        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
+        shards.rank_counts, shards.cpu_length = shards.rank_counts.with_shards(0, reports), length
         if length > shard.config.capacity:
             shards.grow(replace(shard.config, capacity=length))
         self._publish_layer(layer, shard.config)
