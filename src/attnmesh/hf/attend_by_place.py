@@ -69,7 +69,7 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
     if kv.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
-        for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
+        for axis in (kv.rank_mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, kv, weighting, None)
