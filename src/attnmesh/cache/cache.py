@@ -20,7 +20,13 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.history_checksum import HistoryChecksum
 from attnmesh.cache.make_shards import FolderLayer, check_shards, make_shards, token_axis_of
-from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
+from attnmesh.cache.new_tokens import (
+    NewTokens,
+    append_signature,
+    swap_tokens_for_heads,
+    tensors_to_store,
+    try_append_known,
+)
 from attnmesh.cache.pages import Pages, append_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
 from attnmesh.cache.tiered_shard import TieredShard
@@ -218,7 +224,7 @@ class KVCache(CacheProperties):
         """
 
         uncompared = token_mask is None and not self.guard.will_compare("append")
-        if uncompared and append_known(self.known_appends, k, v, self.local_shards):
+        if uncompared and try_append_known(self.known_appends, k, v, self.local_shards):
             return
         new = NewTokens(k, v, token_mask)
         with self.guard.agreement("append", new.fields):

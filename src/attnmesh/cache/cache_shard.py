@@ -18,7 +18,7 @@ from attnmesh.cache.frozen_piece import FrozenPiece, join_rows
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
-from attnmesh.kernels.native.append import append
+from attnmesh.kernels.native.append import native_append
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memory import with_huge_pages
@@ -227,7 +227,7 @@ class CacheShard:
         """
         new_count = new[0].shape[2]
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if length_and_used is not None and plain and self.append_run(new, new_count, *length_and_used):
+        if length_and_used is not None and plain and self.try_append_run(new, new_count, *length_and_used):
             return
         length, used = self.device_counts[LENGTH_AND_USED].unbind()
         offsets = torch.arange(new_count, device=self.device)
@@ -359,7 +359,7 @@ class CacheShard:
     def _rows(self, slots: int) -> int:
         return rows_of_slots(slots, self.config.block)
 
-    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
 
         `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
@@ -381,7 +381,7 @@ class CacheShard:
             self._skip_run(new_count, length, used)
             return True
         if end > width and width < period:
-            return self._append_parts(new, new_count, length, used)
+            return self._try_append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
         rows = (
@@ -392,11 +392,11 @@ class CacheShard:
         self._write_run(rows, new_count, length, used)
         return True
 
-    def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def _try_append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that several ranks own: first those up to the end of a run, then those after it.
 
-        Call with tokens that fit the capacity and lie in parts, as `append_run` draws them. Return False in files, and
-        for more tokens than a run has, or than this rank has slots for.
+        Call with tokens that fit the capacity and lie in parts, as `try_append_run` draws them. Return False in files,
+        and for more tokens than a run has, or than this rank has slots for.
         """
         start, width, period = self.turn
         count = self.turn.count
@@ -408,7 +408,7 @@ class CacheShard:
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
         # Room for both was checked above, so neither can return False after the other has written.
-        return self.append_run(head, first, length, used) and self.append_run(
+        return self.try_append_run(head, first, length, used) and self.try_append_run(
             tail, new_count - first, length + first, after
         )
 
@@ -418,7 +418,7 @@ class CacheShard:
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens after those in the shard. They have this rank's heads."""
-        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.device_counts):
+        if self.device.type == "cuda" or not native_append(self.stored, new, self.token_index, self.device_counts):
             for x, tensor in zip(self.stored, new, strict=True):
                 x[:, :, used : used + new_count] = tensor
             torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])

@@ -88,7 +88,7 @@ class NewTokens(NamedTuple):
             raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
 
-def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
+def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
     """Append tokens of a known signature that fit, or return False: then they have to be checked."""
     shard = shards.own
     if not signatures or append_signature(k, v, shard) not in signatures:
@@ -104,7 +104,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
     if shards.copy_shards or shards.forget_mask is not None:
         shards.append(tensors_to_store(k, v), None)
         return True
-    if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):
+    if not shard.try_append_run(tensors_to_store(k, v), new_count, *length_and_used):
         return False
     shards.cpu_length = length_and_used[0] + new_count
     return True

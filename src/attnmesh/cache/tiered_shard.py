@@ -119,12 +119,12 @@ class TieredShard(OrderedShard):
     def _set_length(self, piece: CacheView) -> None:
         piece.device_counts[LENGTH] = self.cpu_length
 
-    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave. Otherwise return False."""
         if self._count_leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
-            if not super().append_run(new, new_count, length, used):
+            if not super().try_append_run(new, new_count, length, used):
                 return False
             self.cpu_length, self.hot_count = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
@@ -135,7 +135,7 @@ class TieredShard(OrderedShard):
     def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         new_count = new[0].shape[2]
-        if not new_count or not self.append_run(new, new_count, self.length, self.used_slots):
+        if not new_count or not self.try_append_run(new, new_count, self.length, self.used_slots):
             super().append(new, token_mask, length_and_used)
 
     def _count_leaving(self, new_count: int) -> int:
