@@ -210,8 +210,8 @@ class CacheShard:
             self.resize(self.config, self.slots + start - stay, forgotten, loose)
             self.earlier_pieces = tuple(kept_pieces)
 
-    def whole(self) -> "CacheShard":
-        """Return a shard with all tokens in one memory, slot after slot: this one, unshared."""
+    def join_pieces(self) -> "CacheShard":
+        """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
         self._unshare()
         return self
 

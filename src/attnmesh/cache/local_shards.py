@@ -83,9 +83,9 @@ class LocalShards:
         )
         return other
 
-    def whole(self) -> CacheShard:
-        """Return the own shard with all of its tokens in one memory, which no other cache shares."""
-        own, *_ = [shard.whole() for shard in self.all]
+    def join_pieces(self) -> CacheShard:
+        """Copy what forks share, and return the own shard, with all of its tokens in one memory of its own."""
+        own, *_ = [shard.join_pieces() for shard in self.all]
         self.forked = False
         return own
 

@@ -224,9 +224,9 @@ class TieredShard(OrderedShard):
         self.flush()
         return TieredShard(self.cold, self.config, device, fail)
 
-    def whole(self) -> CacheShard:
-        """Return the shard on the CPU, with all tokens."""
-        cold = self.cold.whole()  # refused in files, before anything is written
+    def join_pieces(self) -> CacheShard:
+        """Copy the hot tokens to the cold tier, in one memory with its own, and return the shard that has it."""
+        cold = self.cold.join_pieces()  # refused in files, before anything is written
         self.flush()
         self._set_cold_count(self.earlier_tokens)
         return cold

@@ -76,7 +76,7 @@ def _prepare_step(
     if spec.reproducible:
         for cache in caches:
             if cache.local_shards.forked and is_asynchronous:
-                cache.local_shards.whole()  # the kernel merges the blocks of one tensor
+                cache.local_shards.join_pieces()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
     prepared_step = new_prepared_step(
         q, first.own_shard.view, spec, facts, first.config, is_asynchronous=is_asynchronous

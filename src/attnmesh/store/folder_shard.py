@@ -328,19 +328,19 @@ class FolderShard(OrderedShard):
 
     def clone(self) -> CacheShard:
         """Return a copy in memory."""
-        return self.fork().whole()
+        return self.fork().join_pieces()
 
     def grow(self, config: CacheConfig) -> None:
         """Let the cache have a larger capacity."""
         self.config, self.slots = config, config.capacity
 
-    def whole(self) -> CacheShard:
+    def join_pieces(self) -> CacheShard:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
     def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
-        self.whole()
+        self.join_pieces()
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""

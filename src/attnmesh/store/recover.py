@@ -80,7 +80,7 @@ def recover(
     ):
         _check_caches(caches, unsupported)
         for cache in caches or ():
-            cache.local_shards.whole()
+            cache.local_shards.join_pieces()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, rank_mesh)]
     descriptions = [description for description in by_rank if description]
