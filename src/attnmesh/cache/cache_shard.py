@@ -39,17 +39,17 @@ def spare_slots(config: CacheConfig, turn: Turn) -> int:
     return max(turn.width, config.kept * turn.width // turn.period // 8)
 
 
-def rows_of_slots(slots: int, block: int) -> int:
-    """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+def count_rows(slots: int, block: int) -> int:
+    """Return how many rows are in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
     return -(-(slots + 1) // block) * block
 
 
 def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.device) -> int:
     """Return the bytes of keys and values of one rank's shard of this configuration."""
-    rows = rows_of_slots(usual_slots(config, turn), config.block)
+    row_count = count_rows(usual_slots(config, turn), config.block)
     dtype = config.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
-    return rows * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
+    return row_count * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
 
 
 NEWEST_TOKENS = 16
@@ -90,11 +90,11 @@ class CacheShard:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         config = self.config
-        rows = self._rows(self.slots)
-        shape = config.batch, config.kv_heads // self.heads_axis.size, rows
+        row_count = self._count_rows(self.slots)
+        shape = config.batch, config.kv_heads // self.heads_axis.size, row_count
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
         stored = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
-        return stored, torch.zeros(rows, dtype=torch.int64, device=self.device)
+        return stored, torch.zeros(row_count, dtype=torch.int64, device=self.device)
 
     @property
     def length(self) -> int:
@@ -300,26 +300,27 @@ class CacheShard:
         A save may read the old memory.
         """
         used = self.used_slots
-        rows = self._rows(slots)
+        row_count = self._count_rows(slots)
         self._viewed = NOT_VIEWED  # the view would keep the old memory
         with torch.inference_mode(False):
-            token_index = join_rows([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
+            indices = [piece.token_index[:-1] for piece in before]
+            token_index = join_rows([*indices, self.token_index[forgotten:used]], 0, row_count)
             padding = self.padding
             device_counts = self.device_counts.clone()
             if padding is not None:
-                positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
+                positions = [self._view(piece).positions()[:, :-1] for piece in before]
                 padding = padding.resized(
-                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, rows)
+                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, row_count)
                 )
-            in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
+            in_place = row_count >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
             stored = self.stored if in_place else [*self.stored]
             for index, old in enumerate(self.stored):
-                parts = [blocks.stored[index][:, :, :-1] for blocks in before]
-                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
+                parts = [piece.stored[index][:, :, :-1] for piece in before]
+                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, row_count)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.config, self.slots = stored, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
-        self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
+        self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
         self.device_counts[USED] = self.used_at_most
 
     def reorder(self, index: Tensor) -> None:
@@ -356,8 +357,8 @@ class CacheShard:
     def _usual_slots(self, config: CacheConfig) -> int:
         return usual_slots(config, self.turn)
 
-    def _rows(self, slots: int) -> int:
-        return rows_of_slots(slots, self.config.block)
+    def _count_rows(self, slots: int) -> int:
+        return count_rows(slots, self.config.block)
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.

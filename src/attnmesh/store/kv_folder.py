@@ -198,7 +198,7 @@ class KVFolder:
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [
-                *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
+                *(piece.token_index[:-1] for piece in shard.earlier_pieces),
                 shard.token_index[: shard.used_slots].cpu(),
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
