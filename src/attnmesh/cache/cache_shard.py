@@ -190,25 +190,35 @@ class CacheShard:
         with torch.inference_mode(False):
             self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
-    def _unshare(self, tokens: int | None = None) -> None:
-        """Copy earlier pieces to this shard's own memory.
+    def _unshare(self, kept: int | None = None) -> None:
+        """Copy earlier pieces to this shard's own memory, before the tokens there.
 
-        With `tokens` keep the first `tokens` tokens of this rank, and copy the block alone in which they end.
+        With `kept` keep this rank's first `kept` tokens, which end in an earlier piece, and copy the block alone in
+        which they end. Two pieces of 8 tokens, in blocks of 4:
+
+                                 a piece  | another piece              | own memory
+            tokens of this rank  0 ...  7 | 8 ... 11   12 13    14 15  | 16 ... 18
+            _unshare()           copied   | copied     copied   copied | stay
+            _unshare(kept=14)    shared   | shared     copied   gone   | gone
         """
-        stop, stay, forgotten = self.earlier_tokens, 0, 0
-        if tokens is not None:
-            stop = tokens
-            stay = tokens // self.config.block * self.config.block
-            forgotten = self.used_slots
-        kept_pieces, loose, start = [], [], 0
+        earlier_tokens = self.earlier_tokens
+        copied_from, copied_to, gone_slots = 0, earlier_tokens, 0
+        if kept is not None:
+            copied_from = kept // self.config.block * self.config.block
+            copied_to = kept
+            gone_slots = self.used_slots
+        shared, copied = list[FrozenPiece](), list[FrozenPiece]()
+        piece_start = 0
         for piece in self.earlier_pieces:
-            first, last = (min(max(token - start, 0), piece.token_count) for token in (stay, stop))
-            kept_pieces += [piece.part(0, first)] * (first > 0)
-            loose += [piece.part(first, last)] * (first < last)
-            start += piece.token_count
-        if start > stay:
-            self.resize(self.config, self.slots + start - stay, forgotten, loose)
-            self.earlier_pieces = tuple(kept_pieces)
+            first, stop = (min(max(token - piece_start, 0), piece.token_count) for token in (copied_from, copied_to))
+            if first:
+                shared.append(piece.part(0, first))
+            if first < stop:
+                copied.append(piece.part(first, stop))
+            piece_start += piece.token_count
+        if copied_from < earlier_tokens:
+            self.resize(self.config, self.slots + earlier_tokens - copied_from, gone_slots, copied)
+            self.earlier_pieces = tuple(shared)
 
     def join_pieces(self) -> "CacheShard":
         """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
