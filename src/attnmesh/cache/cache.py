@@ -286,7 +286,7 @@ class KVCache(CacheProperties):
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
                 self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
-        self.local_shards.rank_counts = rank_counts
+        self.local_shards.adopt_counts(rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
@@ -359,8 +359,7 @@ class KVCache(CacheProperties):
         assert isinstance(shard, TieredShard)
         self.guard = CallGuard(self.rank_mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
-        self.local_shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
-        self.local_shards.cpu_length = self.own_shard.length
+        self.local_shards.replace_own(shard.with_hot_on(device, self.guard.raise_uncompared))
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

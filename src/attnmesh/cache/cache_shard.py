@@ -304,6 +304,15 @@ class CacheShard:
         self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
         return True
 
+    def count_used(self, new_count: int) -> None:
+        """Count `new_count` more slots in use, of a cache that forgets."""
+        self.used_at_most += new_count
+
+    def put_before(self, piece: FrozenPiece) -> None:
+        """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""
+        self.resize(self.config, self.slots - piece.token_count)
+        self.earlier_pieces = (piece,)
+
     def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.checks.argument_checks import transpose_hint_first
 from attnmesh.comm.p2p import Channel, meta_like
@@ -37,7 +38,23 @@ class StepFault(Enum):
 
 
 class LocalShards:
-    """Shards of a cache on this rank: its own, and copies of other ranks' shards."""
+    """Shards of a cache on this rank: its own, and copies of other ranks' shards.
+
+    Tokens are counted in several places. This class alone writes its counts, and a shard those of its own::
+
+        count                 of which tokens                        who reads it
+        shard.device_counts   those of all ranks, and of the shard   kernels, and the CPU if the shard is there
+        cpu_length            those of all ranks                     the CPU, which would wait for a GPU
+        rank_counts           those of each rank, up to any length   the same, and checks of room on other ranks
+        shard.used_at_most    those of the shard                     `CacheShard.make_room`, if the cache forgets
+
+    An append or a truncation writes `device_counts` first and then the others, so that all agree. A graph's replay
+    writes `device_counts` alone: `cpu_length` and `used_at_most` lag behind them. `in_graphs` is true from the capture
+    on, and `length` asks the device, until `leave_graphs` corrects `cpu_length`. `used_at_most` is corrected when the
+    shard moves its tokens or loses some. Where the shard is on the CPU, `length` always asks it, and `check_fits`
+    corrects `cpu_length`. `rank_counts` holds for any length while tokens lie block-cyclic. Ranks agree on new ones
+    when tokens do not.
+    """
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
         """Make the shards, so that `copies` ranks hold each token."""
@@ -50,7 +67,7 @@ class LocalShards:
         """Copies of other ranks' shards, by index along the tokens axis."""
         self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.cpu_length = 0
-        """Tokens that this CPU has counted, without those that graphs append."""
+        """Tokens on all ranks, without those that graphs append."""
         self.in_graphs = False
         """True if a graph holds an append: the CPU does not see its replays."""
         self.forked = False
@@ -88,6 +105,10 @@ class LocalShards:
         own, *_ = [shard.join_pieces() for shard in self.all]
         self.forked = False
         return own
+
+    def replace_own(self, shard: CacheShard) -> None:
+        """Let another shard of this rank's tokens be the own one."""
+        self.own, self.cpu_length = shard, shard.length
 
     @property
     def length(self) -> int:
@@ -241,21 +262,40 @@ class LocalShards:
         """The first token that is needed, and the first query that can be decoded."""
         return WindowStart(self.first_token(), self.first_query)
 
+    def try_append(self, new: Tensors) -> bool:
+        """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
+        shard = self.own
+        length_and_used = self.length_and_used(shard)
+        new_count = new[0].shape[2]
+        if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.config.capacity:
+            return False
+        if shard.padding is not None or self.rank_counts.start:
+            return False
+        if self.copy_shards or shard.config.mask is not None:
+            self.append(new, None)
+            return True
+        if not shard.try_append_run(new, new_count, *length_and_used):
+            return False
+        self.cpu_length = length_and_used[0] + new_count
+        return True
+
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
         start = self.cpu_length
+        may_forget = self.forget_mask is not None
         first_query, forgets = self.first_query, False
-        if self.forget_mask is not None:
+        if may_forget:
             self._move_first_query(new_count, new_count)
         try:
             for shard in self.all:
                 own_count = 0
-                if self.forget_mask is not None:
+                if may_forget:
                     own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                     forgets |= shard.make_room(own_count, self.first_token)
                 shard.append(new, token_mask, self.length_and_used(shard))
-                shard.used_at_most += own_count
+                if may_forget:
+                    shard.count_used(own_count)
         except RuntimeError:  # no memory: if no token was forgotten, all queries so far are served still
             self.first_query = self.first_query if forgets else first_query
             raise
@@ -281,9 +321,33 @@ class LocalShards:
         except RuntimeError:  # as in `append`
             self.first_query = self.first_query if forgets else first_query
             raise
-        self.own.used_at_most += 0 if self.forget_mask is None else len(tokens)
+        if self.forget_mask is not None:
+            self.own.count_used(len(tokens))
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
+
+    def append_blocks(self, piece: FrozenPiece | None, new: Tensors, tokens: Tensor, new_count: int) -> None:
+        """Add the tokens of a piece, which stays shared, and copies of `new` after it, to an empty cache.
+
+        All ranks together add `new_count` tokens, which lie block-cyclic.
+        """
+        self.own.append_at(new, tokens, new_count, None)
+        if piece is not None:
+            try:
+                self.own.put_before(piece)
+            except BaseException:  # there may be no memory, and the cache is empty still
+                self.own.truncate(0)
+                raise
+            self.forked = True
+        self.cpu_length += new_count
+
+    def adopt_counts(self, rank_counts: TokenCounts) -> None:
+        """Count each rank's tokens as all ranks have reported them."""
+        self.rank_counts = rank_counts
+
+    def set_length(self, length: int) -> None:
+        """Count `length` tokens on all ranks, as the ranks have agreed and the shards have them."""
+        self.cpu_length = length
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
@@ -350,7 +414,8 @@ class LocalShards:
             if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
-            shard.used_at_most += 0 if self.forget_mask is None else len(token_index)
+            if self.forget_mask is not None:
+                shard.count_used(len(token_index))
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
