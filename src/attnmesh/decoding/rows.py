@@ -103,7 +103,7 @@ def decode_rows(
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 
-def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
+def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     """Return the memo of prepared steps: of one cache and its forks, or on CPUs of all caches of this kind."""
     first = caches[0]
     config = caches[0].config
@@ -117,7 +117,7 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
     token_axis: Axis, heads_axis: Axis, common_config: CacheConfig, block: int, hot: int | None
-) -> Memo[PreparedStep[Any]]:
+) -> Memo[PreparedStep]:
     return Memo()
 
 
