@@ -57,7 +57,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
     columns_of(held)
     index = cache.own_shard.token_index[: cache.used]
     return (
-        torch.equal(held.view(torch.int8), rows(x, storage)[:, cache.mesh.heads.slice_of(HEADS[1])][:, :, index])
+        torch.equal(held.view(torch.int8), rows(x, storage)[:, cache.rank_mesh.heads.slice_of(HEADS[1])][:, :, index])
         and columns_of(held) == x.shape[-1]
     )
 

@@ -32,7 +32,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
 
 def pieces(cache: am.KVCache) -> list[int]:
     """Return the addresses of the keys that the cache shares."""
-    return [blocks.stored[0].data_ptr() for blocks in cache.own_shard.earlier_pieces]
+    return [piece.stored[0].data_ptr() for piece in cache.own_shard.earlier_pieces]
 
 
 @on_each_rank
@@ -89,7 +89,7 @@ def check_shared_blocks(shape: Shape) -> None:
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)
-    kept = sum(blocks.token_count for blocks in other.own_shard.earlier_pieces)
+    kept = sum(piece.token_count for piece in other.own_shard.earlier_pieces)
     assert kept >= whole - cache.config.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 

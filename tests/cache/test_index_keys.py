@@ -33,7 +33,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
     counts = torch.zeros(cache.length, dtype=torch.int64).index_fill_(0, index, 1)
     if cache.token_axis.size > 1:
         dist.all_reduce(counts, group=cache.token_axis.group)
-    return torch.equal(mine, keys[:, cache.mesh.heads.slice_of(HEADS)][:, :, index]) and bool((counts == 1).all())
+    return torch.equal(mine, keys[:, cache.rank_mesh.heads.slice_of(HEADS)][:, :, index]) and bool((counts == 1).all())
 
 
 @on_each_rank

@@ -31,7 +31,7 @@ def check_pages(shape: Shape) -> None:
     cache = filled(2, mesh=named_mesh(shape, AXES) if shape.ranks > 1 else None)
     other = cache.fork()
     other.append(*numbers(2, 2, 2, 9, 8, seed=3))
-    q, heads = numbers(2, 4, 1, 8), cache.mesh.heads
+    q, heads = numbers(2, 4, 1, 8), cache.rank_mesh.heads
     for each in (cache, other):
         own_q = q[:, heads.slice_of(4)]
         partials = []
@@ -59,7 +59,7 @@ def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     """Take the blocks of an engine's pool, and compare with a cache that has appended the same tokens."""
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
     caches = [am.KVCache(mesh, batch=2, **SIZES) for _ in range(2)]
-    index, heads = caches[0].token_axis.index, caches[0].mesh.heads.slice_of(2)
+    index, heads = caches[0].token_axis.index, caches[0].rank_mesh.heads.slice_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
     whole = numbers(2, 2, 2, blocks * ranks * 4, 8)
     if scattered:
@@ -133,7 +133,7 @@ def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch
         with pytest.raises(torch.OutOfMemoryError):
             cache.append_pages(keys, values, table)
     assert (cache.length, cache.used, cache.own_shard.earlier_pieces, cache.local_shards.forked) == (0, 0, (), False)
-    assert (cache.local_shards.known_length, cache.own_shard.token_bytes) == (0, 0)
+    assert (cache.local_shards.cpu_length, cache.own_shard.token_bytes) == (0, 0)
     cache.append_pages(keys, values, table)
     cache.append(*numbers(2, 1, 2, 48, 8, seed=3))
     assert cache.keys[0, :, :12].equal(keys[2:5].flatten(0, 1).transpose(0, 1))

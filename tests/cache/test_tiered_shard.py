@@ -270,12 +270,21 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     "name",
-    ["append", "_append_cold", "_move", "_set_cold_count", "_write_hot", "_set_counts", "refill_hot", "append_at"],
+    [
+        "native_append",
+        "_append_cold",
+        "_move",
+        "_set_cold_count",
+        "_write_hot",
+        "_set_counts",
+        "refill_hot",
+        "append_at",
+    ],
 )
 def test_a_cache_goes_on_after_an_interrupt(
     name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner: Any = cache_shard if name == "append" else CacheShard if name == "append_at" else TieredShard
+    owner: Any = cache_shard if name == "native_append" else CacheShard if name == "append_at" else TieredShard
     original, ended = getattr(owner, name), list[str]()
 
     def ends(*arguments: Any) -> Any:
@@ -323,11 +332,11 @@ def test_an_interrupt_adds_no_token() -> None:
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(20)
-    before, known = cache.local_shards.rank_counts, cache.local_shards.known_length
+    before, counted = cache.local_shards.rank_counts, cache.local_shards.cpu_length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
-    assert (cache.local_shards.rank_counts, cache.local_shards.known_length) == (before, known)
+    assert (cache.local_shards.rank_counts, cache.local_shards.cpu_length) == (before, counted)
 
 
 def fails(*_: object) -> None:
@@ -337,7 +346,7 @@ def fails(*_: object) -> None:
 def test_what_helps_is_said_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(100, folder=tmp_path)
     monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
-    monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+    monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
     assert "Fix: call cache.fork() and save it elsewhere" in grown_until_full(cache, 50)
     with pytest.raises(errors.StoreError, match=r"Fix: call cache.fork\(\) and save it elsewhere"):
         cache.flush()
@@ -346,7 +355,7 @@ def test_what_helps_is_said_where_the_folder_is_gone(tmp_path: Path, monkeypatch
 def test_a_flush_that_fails_says_to_flush_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(100, folder=tmp_path)
     monkeypatch.setattr(Journal, "_write", no_space)
-    monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+    monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
     with pytest.raises(errors.StoreError, match="Fix: free space there, and flush again"):
         cache.flush()
     monkeypatch.undo()
@@ -365,7 +374,7 @@ def flush_beside_a_full_disk(path: Path) -> tuple[str, str]:
     is_full = dist.get_rank() == 1
     with (
         patch.object(Journal, "_write", no_space if is_full else Journal._write),
-        patch.object(folder_shard, "append", lambda *_: False),
+        patch.object(folder_shard, "native_append", lambda *_: False),
     ):
         with pytest.raises(errors.StoreError) as error:
             cache.flush()

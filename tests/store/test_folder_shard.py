@@ -84,7 +84,7 @@ def test_a_piece_of_other_changes_is_read_again(tmp_path: Path, change: str, mon
         cache = opened(tmp_path)
     else:
         with monkeypatch.context() as patched:
-            patched.setattr(folder_shard, "append", lambda *_: False)
+            patched.setattr(folder_shard, "native_append", lambda *_: False)
             grow(cache, 2)
     grow(cache, PIECE_TOKENS + 1 - cache.length)
     del cache

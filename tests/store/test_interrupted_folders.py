@@ -23,7 +23,7 @@ from tests.support.caches.growing_caches import full_journal, grow, in_memory, o
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Write rows by the native call, or without it."""
     if not request.param:
-        monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+        monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
     return bool(request.param)
 
 
@@ -80,7 +80,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         grow(cache, begun)
         monkeypatch.setattr(owner, name, ends)
         if point == "Journal.add":
-            monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+            monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
         try:
             change(cache)
         except Killed:
@@ -127,7 +127,7 @@ def test_a_cache_goes_on_after_an_interrupt(
         ended.clear()
         monkeypatch.setattr(owner, name, ends)
         if name in ("add", "_set"):
-            monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+            monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
         with suppress(KeyboardInterrupt):
             change(cache)
         monkeypatch.undo()

@@ -20,7 +20,13 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.history_checksum import HistoryChecksum
 from attnmesh.cache.make_shards import FolderLayer, agreed_token_axis, check_shards, make_shards
-from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
+from attnmesh.cache.new_tokens import (
+    NewTokens,
+    append_signature,
+    swap_tokens_for_heads,
+    tensors_to_store,
+    try_append_known,
+)
 from attnmesh.cache.pages import Pages, append_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
 from attnmesh.cache.tiered_shard import TieredShard
@@ -127,24 +133,24 @@ class KVCache(CacheProperties):
         widths = head_dim, columns if value_dim is None else value_dim
         config = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh = mesh
-        self.mesh = RankMesh.of(mesh)
+        self.rank_mesh = RankMesh.of(mesh)
         self.device = device_for(mesh, device)
         fields = {**config.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
-        ranks = self.mesh.queries.size * self.mesh.keys.size
-        with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
+        ranks = self.rank_mesh.queries.size * self.rank_mesh.keys.size
+        with Agreement(self.rank_mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_compare_option("KVCache", checked)
-            config.check(self.mesh.heads.size)
+            config.check(self.rank_mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
             check_shards(config, self.device, ranks, copies=copies, shares=shares, folder=folder)
-        self.token_axis = agreed_token_axis(mesh, self.mesh, self.device)
-        self.guard = CallGuard(self.mesh, self.device, checked)
+        self.token_axis = agreed_token_axis(mesh, self.rank_mesh, self.device)
+        self.guard = CallGuard(self.rank_mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
-        places = self.mesh, self.token_axis, self.device
+        places = self.rank_mesh, self.token_axis, self.device
         fail = self.guard.raise_uncompared
         self.local_shards = make_shards(config, *places, copies=copies, shares=shares, folder=folder, fail=fail)
 
@@ -218,7 +224,7 @@ class KVCache(CacheProperties):
         """
 
         uncompared = token_mask is None and not self.guard.will_compare("append")
-        if uncompared and append_known(self.known_appends, k, v, self.local_shards):
+        if uncompared and try_append_known(self.known_appends, k, v, self.local_shards):
             return
         new = NewTokens(k, v, token_mask)
         with self.guard.agreement("append", new.fields):
@@ -264,7 +270,7 @@ class KVCache(CacheProperties):
             return {"tokens": start, "capacity": self.config.capacity, "queries": queries, **new.padding_fields()}
 
         with self.guard.agreement("append_shard", always=True) as agreement:
-            new.check_shard(self.config, self.device, positions, self.mesh.ranks)
+            new.check_shard(self.config, self.device, positions, self.rank_mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.own_shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
@@ -277,10 +283,10 @@ class KVCache(CacheProperties):
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
             rows = tuple(map(self.config.rows_of, tensors_to_store(k, v)))
-            rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
+            rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
                 self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
-        self.local_shards.rank_counts = rank_counts
+        self.local_shards.adopt_counts(rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
@@ -289,7 +295,7 @@ class KVCache(CacheProperties):
         Otherwise rank A could append, and its process end, before rank B has truncated: the folder would then have the
         new tokens of A beside the old ones of B.
         """
-        return Agreement(self.mesh, name, is_compared=self.own_shard.is_in_files and self.mesh.ranks > 1)
+        return Agreement(self.rank_mesh, name, is_compared=self.own_shard.is_in_files and self.rank_mesh.ranks > 1)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -351,10 +357,9 @@ class KVCache(CacheProperties):
         """Move the newest tokens of this rank to another device."""
         shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
-        self.guard = CallGuard(self.mesh, device, self.guard.checked)
+        self.guard = CallGuard(self.rank_mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
-        self.local_shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
-        self.local_shards.known_length = self.own_shard.length
+        self.local_shards.replace_own(shard.with_hot_on(device, self.guard.raise_uncompared))
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
@@ -373,7 +378,7 @@ class KVCache(CacheProperties):
         config = replace(self.config, capacity=capacity)
         always = self.guard.checked is not False
         with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
-            config.check(self.mesh.heads.size)
+            config.check(self.rank_mesh.heads.size)
         with self.guard.agreement("reserve", always=always):
             config.allocating()(partial(self.local_shards.grow, config))()
 

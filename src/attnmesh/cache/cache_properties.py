@@ -36,16 +36,19 @@ class CacheProperties:
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
 
-        A forked cache first copies the tokens that it shares. A cache with `hot` first copies its newest tokens to the
-        CPU, and returns the keys of all tokens there. With `storage=` keys are rows of bytes:
+        Reading them joins the pieces of a forked cache: the tokens that it shares are copied. A cache with `hot` copies
+        its newest tokens to the CPU, and returns the keys of all tokens there. With `storage=` keys are rows of bytes:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
-        return self.own_shard.whole().view.keys
+        return self.own_shard.join_pieces().view.keys
 
     @property
     def values(self) -> Tensor:
-        """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
-        return self.own_shard.whole().view.values
+        """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows.
+
+        Reading them joins a fork's pieces, and copies hot tokens, as reading `keys` does.
+        """
+        return self.own_shard.join_pieces().view.values
 
     @property
     def padding(self) -> Padding | None:

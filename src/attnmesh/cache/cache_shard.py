@@ -18,7 +18,7 @@ from attnmesh.cache.frozen_piece import FrozenPiece, join_rows
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
-from attnmesh.kernels.native.append import append
+from attnmesh.kernels.native.append import native_append
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memory import with_huge_pages
@@ -39,17 +39,17 @@ def spare_slots(config: CacheConfig, turn: Turn) -> int:
     return max(turn.width, config.kept * turn.width // turn.period // 8)
 
 
-def rows_of_slots(slots: int, block: int) -> int:
-    """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+def count_rows(slots: int, block: int) -> int:
+    """Return how many rows are in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
     return -(-(slots + 1) // block) * block
 
 
 def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.device) -> int:
     """Return the bytes of keys and values of one rank's shard of this configuration."""
-    rows = rows_of_slots(usual_slots(config, turn), config.block)
+    row_count = count_rows(usual_slots(config, turn), config.block)
     dtype = config.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
-    return rows * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
+    return row_count * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
 
 
 NEWEST_TOKENS = 16
@@ -90,11 +90,11 @@ class CacheShard:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         config = self.config
-        rows = self._rows(self.slots)
-        shape = config.batch, config.kv_heads // self.heads_axis.size, rows
+        row_count = self._count_rows(self.slots)
+        shape = config.batch, config.kv_heads // self.heads_axis.size, row_count
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
         stored = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
-        return stored, torch.zeros(rows, dtype=torch.int64, device=self.device)
+        return stored, torch.zeros(row_count, dtype=torch.int64, device=self.device)
 
     @property
     def length(self) -> int:
@@ -190,28 +190,38 @@ class CacheShard:
         with torch.inference_mode(False):
             self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
-    def _unshare(self, tokens: int | None = None) -> None:
-        """Copy earlier pieces to this shard's own memory.
+    def _unshare(self, kept: int | None = None) -> None:
+        """Copy earlier pieces to this shard's own memory, before the tokens there.
 
-        With `tokens` keep the first `tokens` tokens of this rank, and copy the block alone in which they end.
+        With `kept` keep this rank's first `kept` tokens, which end in an earlier piece, and copy the block alone in
+        which they end. Two pieces of 8 tokens, in blocks of 4:
+
+                                 a piece  | another piece              | own memory
+            tokens of this rank  0 ...  7 | 8 ... 11   12 13    14 15  | 16 ... 18
+            _unshare()           copied   | copied     copied   copied | stay
+            _unshare(kept=14)    shared   | shared     copied   gone   | gone
         """
-        stop, stay, forgotten = self.earlier_tokens, 0, 0
-        if tokens is not None:
-            stop = tokens
-            stay = tokens // self.config.block * self.config.block
-            forgotten = self.used_slots
-        kept_pieces, loose, start = [], [], 0
+        earlier_tokens = self.earlier_tokens
+        copied_from, copied_to, gone_slots = 0, earlier_tokens, 0
+        if kept is not None:
+            copied_from = kept // self.config.block * self.config.block
+            copied_to = kept
+            gone_slots = self.used_slots
+        shared, copied = list[FrozenPiece](), list[FrozenPiece]()
+        piece_start = 0
         for piece in self.earlier_pieces:
-            first, last = (min(max(token - start, 0), piece.token_count) for token in (stay, stop))
-            kept_pieces += [piece.part(0, first)] * (first > 0)
-            loose += [piece.part(first, last)] * (first < last)
-            start += piece.token_count
-        if start > stay:
-            self.resize(self.config, self.slots + start - stay, forgotten, loose)
-            self.earlier_pieces = tuple(kept_pieces)
+            first, stop = (min(max(token - piece_start, 0), piece.token_count) for token in (copied_from, copied_to))
+            if first:
+                shared.append(piece.part(0, first))
+            if first < stop:
+                copied.append(piece.part(first, stop))
+            piece_start += piece.token_count
+        if copied_from < earlier_tokens:
+            self.resize(self.config, self.slots + earlier_tokens - copied_from, gone_slots, copied)
+            self.earlier_pieces = tuple(shared)
 
-    def whole(self) -> "CacheShard":
-        """Return a shard with all tokens in one memory, slot after slot: this one, unshared."""
+    def join_pieces(self) -> "CacheShard":
+        """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
         self._unshare()
         return self
 
@@ -227,7 +237,7 @@ class CacheShard:
         """
         new_count = new[0].shape[2]
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if length_and_used is not None and plain and self.append_run(new, new_count, *length_and_used):
+        if length_and_used is not None and plain and self.try_append_run(new, new_count, *length_and_used):
             return
         length, used = self.device_counts[LENGTH_AND_USED].unbind()
         offsets = torch.arange(new_count, device=self.device)
@@ -294,32 +304,42 @@ class CacheShard:
         self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
         return True
 
+    def count_used(self, new_count: int) -> None:
+        """Count `new_count` more slots in use, of a cache that forgets."""
+        self.used_at_most += new_count
+
+    def put_before(self, piece: FrozenPiece) -> None:
+        """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""
+        self.resize(self.config, self.slots - piece.token_count)
+        self.earlier_pieces = (piece,)
+
     def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
         """
         used = self.used_slots
-        rows = self._rows(slots)
+        row_count = self._count_rows(slots)
         self._viewed = NOT_VIEWED  # the view would keep the old memory
         with torch.inference_mode(False):
-            token_index = join_rows([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
+            indices = [piece.token_index[:-1] for piece in before]
+            token_index = join_rows([*indices, self.token_index[forgotten:used]], 0, row_count)
             padding = self.padding
             device_counts = self.device_counts.clone()
             if padding is not None:
-                positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
+                positions = [self._view(piece).positions()[:, :-1] for piece in before]
                 padding = padding.resized(
-                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, rows)
+                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, row_count)
                 )
-            in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
+            in_place = row_count >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
             stored = self.stored if in_place else [*self.stored]
             for index, old in enumerate(self.stored):
-                parts = [blocks.stored[index][:, :, :-1] for blocks in before]
-                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
+                parts = [piece.stored[index][:, :, :-1] for piece in before]
+                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, row_count)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.config, self.slots = stored, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
-        self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
+        self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
         self.device_counts[USED] = self.used_at_most
 
     def reorder(self, index: Tensor) -> None:
@@ -356,10 +376,10 @@ class CacheShard:
     def _usual_slots(self, config: CacheConfig) -> int:
         return usual_slots(config, self.turn)
 
-    def _rows(self, slots: int) -> int:
-        return rows_of_slots(slots, self.config.block)
+    def _count_rows(self, slots: int) -> int:
+        return count_rows(slots, self.config.block)
 
-    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
 
         `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
@@ -381,7 +401,7 @@ class CacheShard:
             self._skip_run(new_count, length, used)
             return True
         if end > width and width < period:
-            return self._append_parts(new, new_count, length, used)
+            return self._try_append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
         rows = (
@@ -392,11 +412,11 @@ class CacheShard:
         self._write_run(rows, new_count, length, used)
         return True
 
-    def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def _try_append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that several ranks own: first those up to the end of a run, then those after it.
 
-        Call with tokens that fit the capacity and lie in parts, as `append_run` draws them. Return False in files, and
-        for more tokens than a run has, or than this rank has slots for.
+        Call with tokens that fit the capacity and lie in parts, as `try_append_run` draws them. Return False in files,
+        and for more tokens than a run has, or than this rank has slots for.
         """
         start, width, period = self.turn
         count = self.turn.count
@@ -408,7 +428,7 @@ class CacheShard:
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
         # Room for both was checked above, so neither can return False after the other has written.
-        return self.append_run(head, first, length, used) and self.append_run(
+        return self.try_append_run(head, first, length, used) and self.try_append_run(
             tail, new_count - first, length + first, after
         )
 
@@ -418,7 +438,7 @@ class CacheShard:
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens after those in the shard. They have this rank's heads."""
-        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.device_counts):
+        if self.device.type == "cuda" or not native_append(self.stored, new, self.token_index, self.device_counts):
             for x, tensor in zip(self.stored, new, strict=True):
                 x[:, :, used : used + new_count] = tensor
             torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])

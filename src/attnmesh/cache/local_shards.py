@@ -11,6 +11,7 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.checks.argument_checks import transpose_hint_first
 from attnmesh.comm.p2p import Channel, meta_like
@@ -37,7 +38,23 @@ class StepFault(Enum):
 
 
 class LocalShards:
-    """Shards of a cache on this rank: its own, and copies of other ranks' shards."""
+    """Shards of a cache on this rank: its own, and copies of other ranks' shards.
+
+    Tokens are counted in several places. This class alone writes its counts, and a shard those of its own::
+
+        count                 of which tokens                        who reads it
+        shard.device_counts   those of all ranks, and of the shard   kernels, and the CPU if the shard is there
+        cpu_length            those of all ranks                     the CPU, which would wait for a GPU
+        rank_counts           those of each rank, up to any length   the same, and checks of room on other ranks
+        shard.used_at_most    those of the shard                     `CacheShard.make_room`, if the cache forgets
+
+    An append or a truncation writes `device_counts` first and then the others, so that all agree. A graph's replay
+    writes `device_counts` alone: `cpu_length` and `used_at_most` lag behind them. `in_graphs` is true from the capture
+    on, and `length` asks the device, until `leave_graphs` corrects `cpu_length`. `used_at_most` is corrected when the
+    shard moves its tokens or loses some. Where the shard is on the CPU, `length` always asks it, and `check_fits`
+    corrects `cpu_length`. `rank_counts` holds for any length while tokens lie block-cyclic. Ranks agree on new ones
+    when tokens do not.
+    """
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
         """Make the shards, so that `copies` ranks hold each token."""
@@ -49,8 +66,8 @@ class LocalShards:
         self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
         """Copies of other ranks' shards, by index along the tokens axis."""
         self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0
-        """Tokens that this CPU has counted, without those that graphs append."""
+        self.cpu_length = 0
+        """Tokens on all ranks, without those that graphs append."""
         self.in_graphs = False
         """True if a graph holds an append: the CPU does not see its replays."""
         self.forked = False
@@ -83,16 +100,20 @@ class LocalShards:
         )
         return other
 
-    def whole(self) -> CacheShard:
-        """Return the own shard with all of its tokens in one memory, which no other cache shares."""
-        own, *_ = [shard.whole() for shard in self.all]
+    def join_pieces(self) -> CacheShard:
+        """Copy what forks share, and return the own shard, with all of its tokens in one memory of its own."""
+        own, *_ = [shard.join_pieces() for shard in self.all]
         self.forked = False
         return own
+
+    def replace_own(self, shard: CacheShard) -> None:
+        """Let another shard of this rank's tokens be the own one."""
+        self.own, self.cpu_length = shard, shard.length
 
     @property
     def length(self) -> int:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
-        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
+        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.cpu_length
 
     def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
         """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
@@ -104,8 +125,8 @@ class LocalShards:
         if self.in_graphs or is_capturing(shard.device):
             return None
         if self.forget_mask is not None:
-            return self.known_length, shard.used_at_most
-        return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
+            return self.cpu_length, shard.used_at_most
+        return self.cpu_length, self.rank_counts.by_rank(self.cpu_length)[shard.index] - shard.earlier_tokens
 
     def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
         """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
@@ -122,7 +143,7 @@ class LocalShards:
             if config.hot is not None and shard.device.type != "cpu":
                 return StepFault.TIERS
         if queries is not None:
-            length = self.known_length
+            length = self.cpu_length
             if shard.device.type != "cuda" or (self.in_graphs and not is_capturing(shard.device)):
                 length = shard.device_counts.tolist()[LENGTH]
             if not queries <= length <= config.capacity:
@@ -175,15 +196,15 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return
         capacity = self.own.config.capacity
-        unsure = self.in_graphs or self.known_length + new_count > capacity
+        unsure = self.in_graphs or self.cpu_length + new_count > capacity
         if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
-            self.known_length = self.length
-        if self.known_length + new_count > capacity:
-            given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
-            fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
+            self.cpu_length = self.length
+        if self.cpu_length + new_count > capacity:
+            given = f"{self.cpu_length} tokens and {new_count} more in a cache of {capacity}"
+            fix = f"call cache.reserve({self.cpu_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forget_mask is None:  # the shards of a cache that forgets grow
-            rank_counts.check(subject, self.known_length + new_count, self._slots)
+            rank_counts.check(subject, self.cpu_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
@@ -227,7 +248,7 @@ class LocalShards:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
         if self.forget_mask is None:
             return 0
-        shard, length, real = self.own, self.known_length, None
+        shard, length, real = self.own, self.cpu_length, None
         if shard.padding is not None or token_mask is not None:
             real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
             if shard.padding is not None:
@@ -241,21 +262,40 @@ class LocalShards:
         """The first token that is needed, and the first query that can be decoded."""
         return WindowStart(self.first_token(), self.first_query)
 
+    def try_append(self, new: Tensors) -> bool:
+        """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
+        shard = self.own
+        length_and_used = self.length_and_used(shard)
+        new_count = new[0].shape[2]
+        if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.config.capacity:
+            return False
+        if shard.padding is not None or self.rank_counts.start:
+            return False
+        if self.copy_shards or shard.config.mask is not None:
+            self.append(new, None)
+            return True
+        if not shard.try_append_run(new, new_count, *length_and_used):
+            return False
+        self.cpu_length = length_and_used[0] + new_count
+        return True
+
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
-        start = self.known_length
+        start = self.cpu_length
+        may_forget = self.forget_mask is not None
         first_query, forgets = self.first_query, False
-        if self.forget_mask is not None:
+        if may_forget:
             self._move_first_query(new_count, new_count)
         try:
             for shard in self.all:
                 own_count = 0
-                if self.forget_mask is not None:
+                if may_forget:
                     own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                     forgets |= shard.make_room(own_count, self.first_token)
                 shard.append(new, token_mask, self.length_and_used(shard))
-                shard.used_at_most += own_count
+                if may_forget:
+                    shard.count_used(own_count)
         except RuntimeError:  # no memory: if no token was forgotten, all queries so far are served still
             self.first_query = self.first_query if forgets else first_query
             raise
@@ -272,7 +312,7 @@ class LocalShards:
             if self.forget_mask is not None:
                 self._move_first_query(new_count, queries)
                 first = self.first_token(token_mask, new_count)
-                if skips := first > self.known_length:
+                if skips := first > self.cpu_length:
                     kept = tokens >= first
                     new = tuple(x[:, :, kept] for x in new)
                     tokens = tokens[kept]
@@ -281,9 +321,33 @@ class LocalShards:
         except RuntimeError:  # as in `append`
             self.first_query = self.first_query if forgets else first_query
             raise
-        self.own.used_at_most += 0 if self.forget_mask is None else len(tokens)
+        if self.forget_mask is not None:
+            self.own.count_used(len(tokens))
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
+
+    def append_blocks(self, piece: FrozenPiece | None, new: Tensors, tokens: Tensor, new_count: int) -> None:
+        """Add the tokens of a piece, which stays shared, and copies of `new` after it, to an empty cache.
+
+        All ranks together add `new_count` tokens, which lie block-cyclic.
+        """
+        self.own.append_at(new, tokens, new_count, None)
+        if piece is not None:
+            try:
+                self.own.put_before(piece)
+            except BaseException:  # there may be no memory, and the cache is empty still
+                self.own.truncate(0)
+                raise
+            self.forked = True
+        self.cpu_length += new_count
+
+    def adopt_counts(self, rank_counts: TokenCounts) -> None:
+        """Count each rank's tokens as all ranks have reported them."""
+        self.rank_counts = rank_counts
+
+    def set_length(self, length: int) -> None:
+        """Count `length` tokens on all ranks, as the ranks have agreed and the shards have them."""
+        self.cpu_length = length
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
@@ -292,7 +356,7 @@ class LocalShards:
         if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
-        self.known_length, self.first_query = length, min(self.first_query, length)
+        self.cpu_length, self.first_query = length, min(self.first_query, length)
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -313,23 +377,23 @@ class LocalShards:
         used = shard.mark_present(length, token_mask, first)
         new = tuple(x[:, :, :used] for x in shard.stored)
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
-        self.known_length = length
+        self.cpu_length = length
 
     def _move_first_query(self, new_count: int, queries: int) -> None:
         """Let tokens be forgotten that neither the last `queries` nor queries after a truncation see."""
         past = max(queries, self.own.config.keep + 1)
-        self.first_query = max(self.first_query, self.known_length + new_count - past)
+        self.first_query = max(self.first_query, self.cpu_length + new_count - past)
 
     def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):
-            self.known_length += new_count
+            self.cpu_length += new_count
         else:  # a graph is made, not run
             self.in_graphs = True
 
     def leave_graphs(self) -> None:
         """Let the CPU count tokens again: no graph appends any more."""
         if self.in_graphs:
-            self.known_length, self.in_graphs = self.own.length, False
+            self.cpu_length, self.in_graphs = self.own.length, False
 
     def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
@@ -350,7 +414,8 @@ class LocalShards:
             if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
-            shard.used_at_most += 0 if self.forget_mask is None else len(token_index)
+            if self.forget_mask is not None:
+                shard.count_used(len(token_index))
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

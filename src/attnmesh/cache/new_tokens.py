@@ -88,26 +88,13 @@ class NewTokens(NamedTuple):
             raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
 
-def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
+def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
     """Append tokens of a known signature that fit, or return False: then they have to be checked."""
-    shard = shards.own
-    if not signatures or append_signature(k, v, shard) not in signatures:
+    if not signatures or append_signature(k, v, shards.own) not in signatures:
         return False
     if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
         return False  # a shard, which is refused
-    length_and_used = shards.length_and_used(shard)
-    new_count = k.shape[2]
-    if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.config.capacity:
-        return False
-    if shard.padding is not None or shards.rank_counts.start:
-        return False
-    if shards.copy_shards or shards.forget_mask is not None:
-        shards.append(tensors_to_store(k, v), None)
-        return True
-    if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):
-        return False
-    shards.known_length = length_and_used[0] + new_count
-    return True
+    return shards.try_append(tensors_to_store(k, v))
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:

@@ -111,16 +111,11 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
     shared_slots = max(0, count - 1) * size
     new_count = count * size * ranks
-    shard.append_at(tuple(x[:, :, shared_slots:] for x in rows), tokens[shared_slots:], new_count, None)
+    piece = None
     if shared_slots:  # with one more slot, as `FrozenPiece` says
         piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], tokens[: shared_slots + 1], None)
-        try:
-            shard.resize(shard.config, shard.slots - shared_slots)
-        except BaseException:  # there may be no memory, and the cache is empty still
-            shard.truncate(0)
-            raise
-        shard.earlier_pieces, shards.forked = (piece,), True
-    shards.known_length += new_count
+    last = tuple(x[:, :, shared_slots:] for x in rows)
+    shards.append_blocks(piece, last, tokens[shared_slots:], new_count)
 
 
 def _rows(pool: Tensor, table: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class TieredShard(OrderedShard):
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
-        self.known_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
+        self.cpu_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
@@ -56,7 +56,7 @@ class TieredShard(OrderedShard):
     @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
-        return self.known_length
+        return self.cpu_length
 
     @property
     def used_slots(self) -> int:
@@ -95,7 +95,7 @@ class TieredShard(OrderedShard):
 
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
-        self.known_length, self.hot_count = length, used
+        self.cpu_length, self.hot_count = length, used
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
@@ -113,20 +113,20 @@ class TieredShard(OrderedShard):
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
         rows = self.config.keys_and_values(piece.stored)
         with torch.inference_mode(False):
-            counts = torch.tensor([self.known_length, piece.token_count], device="cpu")
+            counts = torch.tensor([self.cpu_length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
-        piece.device_counts[LENGTH] = self.known_length
+        piece.device_counts[LENGTH] = self.cpu_length
 
-    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave. Otherwise return False."""
         if self._count_leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
-            if not super().append_run(new, new_count, length, used):
+            if not super().try_append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.hot_count = length + new_count, used + own_count
+            self.cpu_length, self.hot_count = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._set_counts(length, used)
             raise
@@ -135,7 +135,7 @@ class TieredShard(OrderedShard):
     def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         new_count = new[0].shape[2]
-        if not new_count or not self.append_run(new, new_count, self.length, self.used_slots):
+        if not new_count or not self.try_append_run(new, new_count, self.length, self.used_slots):
             super().append(new, token_mask, length_and_used)
 
     def _count_leaving(self, new_count: int) -> int:
@@ -224,9 +224,9 @@ class TieredShard(OrderedShard):
         self.flush()
         return TieredShard(self.cold, self.config, device, fail)
 
-    def whole(self) -> CacheShard:
-        """Return the shard on the CPU, with all tokens."""
-        cold = self.cold.whole()  # refused in files, before anything is written
+    def join_pieces(self) -> CacheShard:
+        """Copy the hot tokens to the cold tier, in one memory with its own, and return the shard that has it."""
+        cold = self.cold.join_pieces()  # refused in files, before anything is written
         self.flush()
         self._set_cold_count(self.earlier_tokens)
         return cold

@@ -44,15 +44,15 @@ def decode_shard(
     assert visible.q_positions is visible.k_positions is visible.key_lengths is None
     options = StepOptions(visible.mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
-    is_compared = cache.mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
-    with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
-        owners = queries.owners(cache.mesh, cache.token_axis)
+    is_compared = cache.rank_mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
+    with Agreement(cache.rank_mesh, "decode_shard", is_compared=is_compared) as agreement:
+        owners = queries.owners(cache.rank_mesh, cache.token_axis)
         like_all_queries = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         spec = spec_of_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
         spec = spec_with_bias(inputs, scores.distance_bias, spec)
         agreement.compare(partial_of(_fields, queries, cache, spec))
-    heads_axis = cache.mesh.heads
+    heads_axis = cache.rank_mesh.heads
     every = owners.gather_queries(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)

@@ -24,8 +24,8 @@ Signature = tuple[Any, ...]
 
 
 def find_step(
-    inputs: StepInputs, options: tuple[Any, ...], checked: object, prepared: Memo[PreparedStep[Any]]
-) -> tuple[Signature | None, PreparedStep[Any] | None]:
+    inputs: StepInputs, options: tuple[Any, ...], checked: object, prepared: Memo[PreparedStep]
+) -> tuple[Signature | None, PreparedStep | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
     Call with `inputs` of one cache or more, on one mesh and one device, of equal `common_config`, and with
@@ -68,8 +68,8 @@ def find_step(
 
 
 def _prepare_step(
-    inputs: StepInputs, spec: StepSpec, signature: Signature | None, prepared: Memo[PreparedStep[Any]]
-) -> PreparedStep[Any]:
+    inputs: StepInputs, spec: StepSpec, signature: Signature | None, prepared: Memo[PreparedStep]
+) -> PreparedStep:
     """Return the prepared step of a spec, which `prepared` keeps if its signature is known."""
     q, caches = inputs.q, inputs.caches
     first = caches[0]
@@ -77,7 +77,7 @@ def _prepare_step(
     if spec.reproducible:
         for cache in caches:
             if cache.local_shards.forked and is_asynchronous:
-                cache.local_shards.whole()  # the kernel merges the blocks of one tensor
+                cache.local_shards.join_pieces()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
     prepared_step = new_prepared_step(
         q, first.own_shard.view, spec, facts, first.config, is_asynchronous=is_asynchronous
@@ -93,7 +93,7 @@ def run_new_step(
     options: StepOptions,
     checked: bool | None,
     signature: Signature | None,
-    prepared: Memo[PreparedStep[Any]],
+    prepared: Memo[PreparedStep],
     subject: str,
 ) -> Tensor:
     """Return the output of a step that `find_step` has not found. `check` raises, or returns what it computes."""

@@ -13,7 +13,7 @@ in how ranks merge, and so in how they find out whether their calls are equal:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
-Verdict = TypeVar("Verdict")
-"""Answer to whether ranks made the same call: a bool on one host, else a checksum, whose sum is 0; None on one rank."""
+Verdict = bool | Tensor | None
+"""What a merge finds of the ranks' calls. If they are equal: True, or a checksum whose sum is 0. None on one rank."""
 
 
 @dataclass(eq=False)
-class PreparedStep(Generic[Verdict]):
+class PreparedStep:
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
     spec: StepSpec
@@ -89,7 +89,7 @@ class PreparedStep(Generic[Verdict]):
         )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
-        verdict: Any = None
+        verdict: Verdict = None
         if not self.is_alone:
             partial, verdict = self.merge(partial, blank, inputs.parts_to_compare(self.facts, views))
         out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
@@ -103,11 +103,12 @@ class PreparedStep(Generic[Verdict]):
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if spec.heads_axis.size > 1:
+            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in an `AgreedStep`
             out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
         return out, verdict
 
 
-class LoneStep(PreparedStep[None]):
+class LoneStep(PreparedStep):
     """A step of a rank without others."""
 
     is_alone = True
@@ -118,7 +119,7 @@ class LoneStep(PreparedStep[None]):
 
 
 @dataclass(eq=False, kw_only=True)
-class HostMergedStep(PreparedStep[bool]):
+class HostMergedStep(PreparedStep):
     """A step of ranks that share a host, whose native library merges, and says whether their calls are equal."""
 
     host_merge: HostMerge
@@ -145,7 +146,7 @@ class HostMergedStep(PreparedStep[bool]):
 
 
 @dataclass(eq=False, kw_only=True)
-class AgreedStep(PreparedStep[Tensor]):
+class AgreedStep(PreparedStep):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
@@ -166,6 +167,7 @@ class AgreedStep(PreparedStep[Tensor]):
             out, checksum = self.compute(inputs)
         except Exception as error:
             agreement.raise_through_merge(error)
+        assert isinstance(checksum, Tensor)
         agreement.check_merged(description, checksum)
         return out
 
@@ -182,18 +184,34 @@ def new_prepared_step(
     config: CacheConfig | None = None,
     *,
     is_asynchronous: bool = False,
-) -> PreparedStep[Any]:
+) -> PreparedStep:
     """Return the prepared step of queries like `q`: the launches of a kernel, and the merge."""
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
-    settled = facts, config, refuses_graphs
     if spec.token_axis.size == spec.heads_axis.size == 1:
-        return LoneStep(spec, attention, blank, *settled)
+        return LoneStep(spec, attention, blank, facts=facts, config=config, refuses_graphs=refuses_graphs)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
-        heads = host_merge.heads_of_output(spec.output)
-        return HostMergedStep(spec, attention, host_merge.blank_message, *settled, heads, host_merge=host_merge)
-    return AgreedStep(spec, attention, blank, *settled, rank_merge=spec.rank_merge, is_asynchronous=is_asynchronous)
+        return HostMergedStep(
+            spec,
+            attention,
+            host_merge.blank_message,
+            facts=facts,
+            config=config,
+            refuses_graphs=refuses_graphs,
+            output_heads=host_merge.heads_of_output(spec.output),
+            host_merge=host_merge,
+        )
+    return AgreedStep(
+        spec,
+        attention,
+        blank,
+        facts=facts,
+        config=config,
+        refuses_graphs=refuses_graphs,
+        rank_merge=spec.rank_merge,
+        is_asynchronous=is_asynchronous,
+    )
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

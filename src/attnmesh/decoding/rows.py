@@ -103,19 +103,21 @@ def decode_rows(
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 
-def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
+def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     """Return the memo of prepared steps: of one cache and its forks, or on CPUs of all caches of this kind."""
     first = caches[0]
     config = caches[0].config
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, config.common_config, config.block, config.hot)
+    return _prepared_steps_of_rows(
+        first.token_axis, first.rank_mesh.heads, config.common_config, config.block, config.hot
+    )
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
     token_axis: Axis, heads_axis: Axis, common_config: CacheConfig, block: int, hot: int | None
-) -> Memo[PreparedStep[Any]]:
+) -> Memo[PreparedStep]:
     return Memo()
 
 
@@ -137,7 +139,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
         if cache.config.batch != 1:
             fix = "decode a batch with attnmesh.decode"
             raise ShapeError(subject, "caches of one sequence", f"one of {cache.config.batch}", fix)
-        if (cache.token_axis, cache.mesh.heads) != (first.token_axis, first.mesh.heads):
+        if (cache.token_axis, cache.rank_mesh.heads) != (first.token_axis, first.rank_mesh.heads):
             raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
         if cache.config.common_config != first.config.common_config or cache.device != first.device:
             expected = "caches of equal heads, widths, dtypes and masks"

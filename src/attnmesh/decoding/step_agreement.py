@@ -90,5 +90,5 @@ def _send_poison(cache: KVCache, options: StepOptions | StepSpec) -> None:
     like = torch.empty(0, dtype=sum_dtype(cache.config.dtype), device=cache.device)
     merge = RequestedMerge(cache.token_axis, options.merge, options.output, reproducible=reproducible)
     checksum = merge.send_poison(like)
-    if cache.mesh.heads.size > 1:
-        highest_checksum(checksum, cache.mesh.heads)
+    if cache.rank_mesh.heads.size > 1:
+        highest_checksum(checksum, cache.rank_mesh.heads)

@@ -178,7 +178,7 @@ class StepOptions(NamedTuple):
     def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
         """Return the spec of a step on a cache. `scaling` has the checked scale and cap."""
         config = cache.config
-        placement = cache.mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
+        placement = cache.rank_mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
         return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 

@@ -70,7 +70,7 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
         first_kv = pending.layer.cached
-        for axis in (first_kv.mesh.heads, first_kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
+        for axis in (first_kv.rank_mesh.heads, first_kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, weighting, None)

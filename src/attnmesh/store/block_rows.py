@@ -52,11 +52,11 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
         start = block.start if first.config.mask is None else first.local_shards.first_token()
         bounds = _bounds(first.own_shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
-            indices = (*(blocks.token_index for blocks in first.own_shard.earlier_pieces), first.own_shard.token_index)
+            indices = (*(piece.token_index for piece in first.own_shard.earlier_pieces), first.own_shard.token_index)
             rows[name_of_group(kvs, group)] = _join(indices, bounds, 0)
             for layer in group:
                 shard = kvs[layer].own_shard
-                held = [*(blocks.stored for blocks in shard.earlier_pieces), shard.stored]
+                held = [*(piece.stored for piece in shard.earlier_pieces), shard.stored]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
@@ -70,7 +70,7 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
 
 def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
     """Return which slots hold the tokens from `start` up to `stop`, in each part of a shard."""
-    parts = [*(blocks.token_index[:-1] for blocks in shard.earlier_pieces), shard.token_index[: shard.used_slots]]
+    parts = [*(piece.token_index[:-1] for piece in shard.earlier_pieces), shard.token_index[: shard.used_slots]]
     ends = torch.tensor([start, stop], device=shard.device)
     return [tuple(torch.searchsorted(tokens, ends).tolist()) for tokens in parts]
 

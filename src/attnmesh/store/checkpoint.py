@@ -273,11 +273,11 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
         shards.prepare(manifest.length_of(layer), start)
     if manifest.growing:
         for layer, shards in enumerate(layers):
-            _fill_group({layer: shards.own.whole()}, path, manifest, [*growing_pieces(path, manifest, layer)])
+            _fill_group({layer: shards.own.join_pieces()}, path, manifest, [*growing_pieces(path, manifest, layer)])
         return
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
-        own = {layer: layers[layer].own.whole() for layer in group}
+        own = {layer: layers[layer].own.join_pieces() for layer in group}
         _fill_group(own, path, manifest, [piece for piece in pieces if piece.leader == leader])
 
 

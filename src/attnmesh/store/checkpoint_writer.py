@@ -96,8 +96,8 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             _wait_for_last(cache.saved.last)  # two saves at once would write the same files
-    own_shards = [cache.local_shards.whole() for cache in caches]
-    mesh = caches[0].mesh
+    own_shards = [cache.local_shards.join_pieces() for cache in caches]
+    mesh = caches[0].rank_mesh
     saved = caches[0].saved
     shards = [cache.local_shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):

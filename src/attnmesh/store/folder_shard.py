@@ -24,7 +24,7 @@ from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
 from attnmesh.kernels.cache_view import LENGTH, USED
-from attnmesh.kernels.native.append import FILE_FIELDS, append
+from attnmesh.kernels.native.append import FILE_FIELDS, native_append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
@@ -174,10 +174,10 @@ class FolderShard(OrderedShard):
     def _set(self, length: int, used: int) -> None:
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
-    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns. Otherwise return False."""
         try:
-            return used + new_count <= PIECE_TOKENS and super().append_run(new, new_count, length, used)
+            return used + new_count <= PIECE_TOKENS and super().try_append_run(new, new_count, length, used)
         except StoreError as error:
             self.fail("append", error)
 
@@ -230,7 +230,8 @@ class FolderShard(OrderedShard):
         try:
             self._mend(length_and_used)
             serial = self.journal.last.serial + 1
-            if append(self.stored, rows, self.token_index, self.device_counts, self._fields(tokens, length, serial)):
+            fields = self._fields(tokens, length, serial)
+            if native_append(self.stored, rows, self.token_index, self.device_counts, fields):
                 self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
@@ -327,19 +328,19 @@ class FolderShard(OrderedShard):
 
     def clone(self) -> CacheShard:
         """Return a copy in memory."""
-        return self.fork().whole()
+        return self.fork().join_pieces()
 
     def grow(self, config: CacheConfig) -> None:
         """Let the cache have a larger capacity."""
         self.config, self.slots = config, config.capacity
 
-    def whole(self) -> CacheShard:
+    def join_pieces(self) -> CacheShard:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
     def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
-        self.whole()
+        self.join_pieces()
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""

@@ -198,7 +198,7 @@ class KVFolder:
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [
-                *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
+                *(piece.token_index[:-1] for piece in shard.earlier_pieces),
                 shard.token_index[: shard.used_slots].cpu(),
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
@@ -208,7 +208,8 @@ class KVFolder:
         if found != length:
             given = f"{found} of {length} tokens in {self.path}"
             raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
-        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
+        shards.adopt_counts(shards.rank_counts.with_shards(0, reports))
+        shards.set_length(length)
         if length > shard.config.capacity:
             shards.grow(replace(shard.config, capacity=length))
         self._publish_layer(layer, shard.config)

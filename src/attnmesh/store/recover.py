@@ -80,7 +80,7 @@ def recover(
     ):
         _check_caches(caches, unsupported)
         for cache in caches or ():
-            cache.local_shards.whole()
+            cache.local_shards.join_pieces()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, rank_mesh)]
     descriptions = [description for description in by_rank if description]
@@ -114,7 +114,7 @@ class _Moves:
         firsts: Sequence[int],
     ) -> None:
         self.old, self.new, self.length, self.sources, self.firsts = old, new, length, sources, firsts
-        self.mesh, token_axis = new[0].mesh, new[0].token_axis
+        self.mesh, token_axis = new[0].rank_mesh, new[0].token_axis
         self.axis = agreed_flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
         # Indices of each rank in the flat axis, heads and tokens.
@@ -210,7 +210,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     if caches is None:
         return None
     first = caches[0]
-    heads_axis = caches[0].mesh.heads
+    heads_axis = caches[0].rank_mesh.heads
     common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
     shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
     return {
@@ -245,7 +245,7 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
     hot = [cache.config.hot for cache in caches or () if cache.config.hot is not None]
     if hot:
         raise KernelError("recover", "caches in one memory", f"hot={min(hot)}", LOAD_INSTEAD)
-    meshes = len({(cache.mesh.heads, cache.token_axis) for cache in caches or ()})
+    meshes = len({(cache.rank_mesh.heads, cache.token_axis) for cache in caches or ()})
     if meshes > 1:
         fix = "pass the caches of one model, one per layer"
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)

@@ -353,7 +353,7 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     layout = options.pop("layout")
     if cache.shares is not None and event.seed % 2:
         layout = cache.layout
-    mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard_index)
+    mine = layout.positions(event.number, cache.rank_mesh.shape.ranks, cache.rank_mesh.shard_index)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
     new = on_device(history, k[:, :, mine], v[:, :, mine])
     cache.append_shard(*new, mine + cache.length, token_mask=token_mask, **options)

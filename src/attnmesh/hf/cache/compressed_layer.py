@@ -155,8 +155,8 @@ class CompressedLayer(TailLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.own_shard.view
-        pieces = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
-        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in pieces]
+        pieces = [(piece, int(piece.device_counts[USED])) for piece in (*view.earlier_pieces, view)]
+        return [(piece.keys[:, :, :count], piece.token_index[:count].cpu()) for piece, count in pieces]
 
 
 def check_entries(

@@ -482,11 +482,11 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
     own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
     if tokens is not None and len(tokens) == kv.config.batch:
         own_ids = tokens
-    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.mesh.axes)]
+    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.rank_mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
     own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
-    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
+    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.rank_mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
     return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)

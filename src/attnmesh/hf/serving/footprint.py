@@ -91,4 +91,4 @@ def never_fits(needed: int, memory: int) -> TooLong:
 
 def _place(kv: KVCache) -> Place:
     most = max(kv.own_shard.block_cyclic.turns, key=lambda turn: turn.width)
-    return most, kv.mesh.heads.size, kv.device
+    return most, kv.rank_mesh.heads.size, kv.device

@@ -15,7 +15,7 @@ FILE_FIELDS = struct.Struct("5P7q")
 """Fields of `FileAppend` after those."""
 
 
-def append(
+def native_append(
     stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, device_counts: Tensor, file: bytes = b""
 ) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
