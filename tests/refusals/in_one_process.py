@@ -28,6 +28,8 @@ def merge_across(**changes: Any) -> am.Partial:
     return am.merge_across(**{"partial": am.Partial(**parts), "group": None} | changes)
 
 
+PARTIAL = am.Partial(T(1, 2, 3, 4), T(1, 2, 3))
+
 TABLE: Table = {
     merge_across: [
         ({"how": "ring"}, KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
@@ -172,6 +174,31 @@ TABLE: Table = {
 IN_ONE_PROCESS = [
     *refusals(TABLE),
     Refusal(lambda: am.energy(*heads(), None), {}, DtypeError, r"energy source: .* given NoneType"),
+    Refusal(
+        lambda: am.energy(*heads(), T(1, 4, 5, 8)),
+        {},
+        ShapeError,
+        r"expected source of .* \(1, 4, 6, 8\), given \(1, 4, 5, 8\)\. Fix: use",
+    ),
+    Refusal(am.merge, {}, ShapeError, r"merge: expected at least one partial, given none\. Fix: pass the ident"),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out, T(1, 2, 5))),
+        {},
+        ShapeError,
+        r"given .*lse \(1, 2, 5\).*\. Fix: merge partials of the same queries",
+    ),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out, PARTIAL.lse.bfloat16())),
+        {},
+        DtypeError,
+        r"expected lse in float32 or float64, given torch\.bfloat16\. Fix: keep",
+    ),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out.to("meta"), PARTIAL.lse.to("meta"))),
+        {},
+        DeviceError,
+        r"one device, given out of partial 0 cpu, .*lse of partial 1 meta\. Fix",
+    ),
     Refusal(lambda: am.merge((T(1).int(), T(1))), {}, DtypeError, r"merge: expected out in floats, given torch.int32"),
     Refusal(lambda: am.Documents([2**60, 2**60]), {}, MaskError, r"Documents: expected at most .* tokens, given 23058"),
     Refusal(lambda: am.Documents(torch.tensor([2.5])), {}, MaskError, r"Documents length: .* given tensor\(2.5"),
