@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh import errors
@@ -13,7 +14,28 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import make_alike
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
-from tests.support.truth.tolerances import FLOAT32
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32, assert_near
+
+
+@on_each_rank
+def decode_after_changes(q: Tensor, prompt: Tensor, more: Tensor) -> tuple[int, Tensor]:
+    """Return the tokens that this rank holds, and a step's output."""
+    two_ranks = named_mesh(Shape(1, 1, 2), AXES)  # along keys: each holds every second block of tokens
+    cache = am.KVCache(two_ranks, batch=1, kv_heads=4, head_dim=8, capacity=40, dtype=torch.float32, block=4)
+    cache.append(*prompt)
+    cache.truncate(20)
+    cache.append(*more)
+    return cache.used, am.decode(q, cache)
+
+
+def test_a_cache_on_two_ranks_has_the_tokens_that_are_left_and_those_appended(pool: Pool) -> None:
+    q, prompt, more = numbers(1, 4, 1, 8), numbers(2, 1, 4, 30, 8, seed=1), numbers(2, 1, 4, 3, 8, seed=2)
+    k, v = torch.cat((prompt[:, :, :, :20], more), 3)
+    expected = scaled_dot_product_attention(q.double(), k.double(), v.double())  # the last token sees all 23
+    for (used, out), held in zip(pool.run(2, decode_after_changes, q, prompt, more), (12, 11), strict=True):
+        assert used == held
+        assert_near(out.double(), expected, FLOAT32)
 
 
 @on_each_rank
