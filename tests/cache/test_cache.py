@@ -74,13 +74,6 @@ def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
     assert in_inference_mode()
 
 
-def test_a_wrong_order_of_many_sequences_is_said_in_short() -> None:
-    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
-    with pytest.raises(errors.ShapeError, match=r"given \[1, 1, ") as raised:
-        cache.reorder(torch.ones(10000, dtype=torch.int64))
-    assert len(str(raised.value)) < 200
-
-
 def test_caches_are_made_alike_of_a_configuration_that_was_compared() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     assert cache.config.common_config.capacity == 1  # kept beside the fields
@@ -94,26 +87,6 @@ def test_the_former_name_of_the_configuration_warns_and_reads_it(monkeypatch: py
     with pytest.warns(FutureWarning, match=r"read cache\.config\.$") as caught:
         assert cache.sizes is cache.config
     assert caught[0].filename == __file__
-
-
-INVALID_SIZES = [
-    (
-        {"capacity": 2**47},
-        errors.ShapeError,
-        "KVCache capacity: expected tokens that fit the device's memory, given no",
-    ),
-    ({"capacity": 10**30}, errors.ShapeError, "KVCache capacity: expected at most 281,474,976,710,656, given 1,0"),
-    ({"capacity": 0}, errors.ShapeError, "KVCache capacity: expected a whole number, 1 or more, given 0"),
-    ({"block": 2.5}, errors.ShapeError, "KVCache block: expected a whole number"),
-    ({"dtype": torch.int8}, errors.DtypeError, "KVCache dtype: expected one of float64"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), INVALID_SIZES)
-def test_invalid_cache_sizes_raise(changes: dict[str, object], kind: type[Exception], message: str) -> None:
-    options = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32} | changes
-    with pytest.raises(kind, match=message):
-        am.KVCache(None, **options)
 
 
 PADDED = torch.tensor([[False] * 3 + [True] * 7, [False] + [True] * 9])
