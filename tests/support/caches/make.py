@@ -25,6 +25,10 @@ def mesh_or_none(shape: Shape) -> DeviceMesh | None:
     return named_mesh(shape, AXES) if shape.ranks > 1 else None
 
 
+def along_keys(ranks: int) -> DeviceMesh | None:
+    return mesh_or_none(Shape(1, 1, ranks))
+
+
 def empty_cache(mesh: DeviceMesh | None = None, **sizes: Any) -> am.KVCache:
     return am.KVCache(mesh, **SIZES | sizes)
 
