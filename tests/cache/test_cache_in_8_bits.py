@@ -2,8 +2,8 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,29 +16,21 @@ from attnmesh.core.storage import STORAGES, columns_of
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.kernels import stored
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shapes import Shape
+from tests.support.caches.make import empty_cache, mesh_or_none
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth import histories
 from tests.support.truth.dense import truth
-from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.seeds import in_turn, pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 
+empty = partial(empty_cache, batch=2, capacity=160)
 each_storage = pytest.mark.parametrize("storage", STORAGES)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def mesh_of(shape: Shape) -> Any:
-    return named_mesh(shape, AXES) if shape.ranks > 1 else None
-
-
-def empty(mesh: Any = None, **options: Any) -> am.KVCache:
-    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 160, "block": 4, "dtype": torch.float32}
-    return am.KVCache(mesh, **sizes | options)
 
 
 def rows(x: Tensor, storage: str) -> Tensor:
@@ -65,7 +57,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
 @on_each_rank
 def live_in_8_bits(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps it holds the rows of its tokens."""
-    mesh = mesh_of(Shape(*shape))
+    mesh = mesh_or_none(Shape(*shape))
     place, copies = RankMesh.of(mesh), min(2, shape[1] * shape[2])
     cache = empty(mesh, storage=storage, values=values, copies=copies)
 
@@ -115,7 +107,7 @@ def test_a_life_keeps_the_stored_rows(
 def decode_reproducibly_in_8_bits(
     shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]
 ) -> list[Tensor]:
-    cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
+    cache = empty(mesh_or_none(Shape(*shape)), storage=storage, values=values, block=block)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
     q = numbers(2, HEADS[0], 2, WIDTH, seed=1)
     for part in torch.arange(TOKENS).split(pieces):
@@ -143,7 +135,7 @@ def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: s
 @on_each_rank
 def read_rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
-    mesh = mesh_of(Shape(*shape))
+    mesh = mesh_or_none(Shape(*shape))
     saves = shape[2] == 4
     cache = empty(mesh, storage=storage) if saves else am.KVCache.load(folder, mesh)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
@@ -275,7 +267,7 @@ def test_wrong_storages_and_rows_are_refused() -> None:
 @on_each_rank
 def catch_errors_of_two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
-    mesh = mesh_of(Shape(1, 1, 2))
+    mesh = mesh_or_none(Shape(1, 1, 2))
     found = []
     other = "int8" if dist.get_rank() else None
     for call in (lambda: empty(mesh, storage=other), lambda: am.recover([empty(None, storage=other)], mesh)):

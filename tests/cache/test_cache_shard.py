@@ -12,16 +12,9 @@ import attnmesh as am
 from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import join_rows
+from tests.support.caches.make import random_cache
 from tests.support.truth.problems import numbers
 from tests.support.truth.tolerances import FLOAT32
-
-
-def filled(batch: int = 1, tokens: int = 61, padded: bool = False) -> am.KVCache:
-    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
-    cache, mask = am.KVCache(None, batch=batch, **sizes), torch.ones(batch, tokens, dtype=torch.bool)
-    mask[0, :33] = not padded
-    cache.append(*numbers(2, batch, 2, tokens, 8), token_mask=mask if padded else None)
-    return cache
 
 
 @pytest.mark.parametrize("slots", [20, 100])
@@ -49,7 +42,7 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
 
 
 def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, other = (filled(2, padded=True) for _ in range(2))
+    cache, other = (random_cache(61, batch=2, padding=33) for _ in range(2))
     forked = cache.fork()
 
     def no_memory(*_: object) -> None:
@@ -68,7 +61,7 @@ def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch
 
 
 def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = filled(2)
+    cache = random_cache(61, batch=2)
     forked = cache.fork()
 
     def no_memory(*_: object) -> None:
@@ -83,7 +76,7 @@ def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch:
 
 
 def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reorder = filled(2), CacheShard.reorder
+    cache, reorder = random_cache(61, batch=2), CacheShard.reorder
     cache.save(tmp_path)
 
     def half(shard: CacheShard, index: torch.Tensor) -> None:
@@ -108,7 +101,7 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
         copied.append(sum(part.shape[dim] for part in parts))
         return join(parts, dim, rows)  # type: ignore[no-any-return]
 
-    cache = filled(tokens=150)
+    cache = random_cache(150)
     turn = cache.fork()
     other = turn.fork()
     turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
@@ -116,5 +109,5 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "join_rows", counted)
     for each, length in ((other, 30), (third, 161), (third, 9)):
         each.truncate(length)
-        assert torch.equal(each.keys[:, :, :9], filled(tokens=150).keys[:, :, :9])
+        assert torch.equal(each.keys[:, :, :9], random_cache(150).keys[:, :, :9])
     assert copied[:3] == [30 % 4] * 3

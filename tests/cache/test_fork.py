@@ -9,25 +9,14 @@ import torch
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shapes import Shape
+from tests.support.caches.make import along_keys, mesh_or_none, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import numbers
 from tests.support.truth.seeds import rotated
 from tests.support.truth.tolerances import FLOAT32
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
-
-
-def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = False, **options: Any) -> am.KVCache:
-    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
-    cache = am.KVCache(named_mesh(shape, AXES) if shape.ranks > 1 else None, batch=batch, **sizes, **options)
-    mask = None
-    if padded:
-        mask = torch.ones(batch, tokens, dtype=torch.bool)
-        mask[0, :33] = False
-    cache.append(*numbers(2, batch, 2, tokens, 8), token_mask=mask)
-    return cache
 
 
 def pieces(cache: am.KVCache) -> list[int]:
@@ -38,7 +27,8 @@ def pieces(cache: am.KVCache) -> list[int]:
 @on_each_rank
 def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducible: bool) -> None:
     """Compare three forks with copies that go through the same calls."""
-    forked, copied = [cache_of(shape, batch, padded=padded)], [cache_of(shape, batch, padded=padded)]
+    options = {"batch": batch, "padding": 33 if padded else 0}
+    forked, copied = ([random_cache(61, mesh_or_none(shape), **options)] for _ in range(2))
     for source in (0, 1):
         forked.append(forked[source].fork())
         copied.append(deepcopy(copied[source]))
@@ -77,7 +67,7 @@ def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool:
 
 @on_each_rank
 def check_shared_blocks(shape: Shape) -> None:
-    cache = cache_of(shape)
+    cache = random_cache(61, mesh_or_none(shape))
     other = cache.fork()
     whole = cache.used // cache.config.block * cache.config.block
     assert cache.own_shard.earlier_tokens == other.own_shard.earlier_tokens == whole
@@ -101,7 +91,7 @@ def test_whole_blocks_are_shared_and_not_copied(shape: Shape, pool: Pool) -> Non
 
 @on_each_rank
 def check_saved_fork(shape: Shape, folder: str) -> None:
-    cache = cache_of(shape, batch=2)
+    cache = random_cache(61, mesh_or_none(shape), batch=2)
     other, q = cache.fork(), numbers(2, 4, 1, 8)
     other.append(*numbers(2, 2, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
@@ -110,7 +100,8 @@ def check_saved_fork(shape: Shape, folder: str) -> None:
         assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
         assert not found.local_shards.forked
     assert cache.local_shards.forked
-    assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=FLOAT32)
+    like = random_cache(61, mesh_or_none(shape), batch=2)
+    assert torch.allclose(am.decode(q, cache), am.decode(q, like), atol=FLOAT32)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 2, 1)], ids=str)
@@ -121,7 +112,7 @@ def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
 
 @on_each_rank
 def catch_error_during_save(shape: Shape, folder: str) -> str:
-    cache = cache_of(shape)
+    cache = random_cache(61, mesh_or_none(shape))
     saving = cache.save(folder, wait=False)
     try:
         cache.fork()
@@ -143,7 +134,7 @@ def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
 
 @on_each_rank
 def check_recovered_forks() -> None:
-    cache = cache_of(Shape(1, 1, 2), copies=2)
+    cache = random_cache(61, along_keys(2), copies=2)
     other, q = cache.fork(), numbers(1, 4, 1, 8)
     other.append(*numbers(2, 1, 2, 5, 8, seed=1))
     expected = am.decode(q, other)

@@ -1,28 +1,17 @@
 """Forks that change: in inference mode, beside invalid numbers, in graphs, and while a save is writing."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import attnmesh as am
 from attnmesh import errors, hf
-from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.caches.make import along_keys, empty_cache, random_cache
 from tests.support.models import families
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import numbers
 from tests.support.truth.tolerances import FLOAT32
-
-
-def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **options: Any) -> am.KVCache:
-    mesh = None if shape is None else named_mesh(shape, AXES)
-    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
-    cache = am.KVCache(mesh, batch=batch, **(sizes | options))
-    if tokens:
-        cache.append(*numbers(2, batch, cache.config.kv_heads, tokens, 8))
-    return cache
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -30,7 +19,7 @@ def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **opt
 def test_caches_that_fork_in_inference_mode_change_outside_it(changed: int, padded: bool) -> None:
     mask = torch.ones(2, 21, dtype=torch.bool)
     mask[0, :3] = False
-    cache, new = cache_of(2, tokens=0), numbers(2, 2, 2, 21, 8)
+    cache, new = empty_cache(batch=2), numbers(2, 2, 2, 21, 8)
     cache.append(*new, token_mask=mask if padded else None)
     with torch.inference_mode():
         pair = cache, cache.fork()
@@ -44,7 +33,7 @@ def test_caches_that_fork_in_inference_mode_change_outside_it(changed: int, padd
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -> None:
-    cache, alone, q = cache_of(tokens=20), cache_of(tokens=20), numbers(1, 4, 1, 8)
+    cache, alone, q = random_cache(20), random_cache(20), numbers(1, 4, 1, 8)
     other = cache.fork()
     cache.append(*torch.full((2, 1, 2, 1, 8), number))
     for length in (20, 17):
@@ -57,7 +46,7 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
 @on_each_rank
 def catch_error_in_graph(tokens: int) -> str:
     """Decode from a fork in a graph; of 5 tokens one rank has no whole block."""
-    other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), numbers(1, 4, 1, 8)
+    other, q = random_cache(tokens, along_keys(2)).fork(), numbers(1, 4, 1, 8)
     try:
         torch.compile(lambda x: am.decode(x, other), backend="eager")(q)
     except errors.KernelError as error:

@@ -1,34 +1,24 @@
 """Pages of a cache, which an engine reads, and the blocks of an engine's pool that a cache takes."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.caches.make import empty_cache, mesh_or_none, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import numbers
 from tests.support.truth.tolerances import FLOAT32
 
-SIZES: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
-
-
-def filled(batch: int, tokens: int = 61, mesh: DeviceMesh | None = None, **options: Any) -> am.KVCache:
-    cache = am.KVCache(mesh, batch=batch, **SIZES | options)
-    cache.append(*numbers(2, batch, cache.config.kv_heads, tokens, 8))
-    return cache
-
 
 @on_each_rank
 def check_pages(shape: Shape) -> None:
     """Attend to the pages of a rank as an engine does, and merge the ranks."""
-    cache = filled(2, mesh=named_mesh(shape, AXES) if shape.ranks > 1 else None)
+    cache = random_cache(61, mesh_or_none(shape), batch=2)
     other = cache.fork()
     other.append(*numbers(2, 2, 2, 9, 8, seed=3))
     q, heads = numbers(2, 4, 1, 8), cache.rank_mesh.heads
@@ -58,7 +48,7 @@ def test_an_engine_reads_the_pages(shape: Shape, pool: Pool) -> None:
 def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     """Take the blocks of an engine's pool, and compare with a cache that has appended the same tokens."""
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
-    caches = [am.KVCache(mesh, batch=2, **SIZES) for _ in range(2)]
+    caches = [empty_cache(mesh, batch=2) for _ in range(2)]
     index, heads = caches[0].token_axis.index, caches[0].rank_mesh.heads.slice_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
     whole = numbers(2, 2, 2, blocks * ranks * 4, 8)
@@ -108,7 +98,7 @@ def read(cache: am.KVCache) -> Tensor:
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0], [1, 1, 0]], ids=str)
 @pytest.mark.parametrize(("kv_heads", "block"), [(1, 4), (2, 4), (2, 16)])
 def test_pages_of_a_reordered_fork_hold_its_keys_in_order(order: list[int], kv_heads: int, block: int) -> None:
-    cache = filled(2, 37, kv_heads=kv_heads, block=block)
+    cache = random_cache(37, batch=2, kv_heads=kv_heads, block=block)
     other = cache.fork()
     other.reorder(torch.tensor(order))
     assert torch.equal(read(other), cache.keys[:, :, :37][order])
@@ -117,7 +107,7 @@ def test_pages_of_a_reordered_fork_hold_its_keys_in_order(order: list[int], kv_h
 def test_pools_that_require_gradients_are_refused() -> None:
     pools = torch.zeros(2, 8, 4, 2, 8, requires_grad=True)
     with pytest.raises(errors.KernelError, match="append_pages"):
-        am.KVCache(None, batch=1, **SIZES).append_pages(pools[0], pools[1], torch.tensor([[1, 2]]))
+        empty_cache().append_pages(pools[0], pools[1], torch.tensor([[1, 2]]))
 
 
 @pytest.mark.parametrize("point", ["resize", "append_at"])

@@ -19,17 +19,16 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
+from tests.support.caches.make import empty_cache, mesh_or_none
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
-SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
 
 
-def cache_of(shape: Shape, mask: Mask | None, keep: int = 0, **options: Any) -> am.KVCache:
-    mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
-    return am.KVCache(mesh, dtype=torch.float32, mask=mask, keep=keep, **{**SIZES, **options})
+def window_cache(shape: Shape, mask: Mask | None, keep: int = 0, **options: Any) -> am.KVCache:
+    return empty_cache(mesh_or_none(shape), batch=2, capacity=2000, mask=mask, keep=keep, **options)
 
 
 def new(tokens: int, seed: int = 0) -> list[Tensor]:
@@ -44,7 +43,7 @@ def new(tokens: int, seed: int = 0) -> list[Tensor]:
 @on_each_rank
 def live_long(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
-    caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
+    caches = [window_cache(shape, mask, keep), window_cache(shape, None)]
     outs = []
     random = torch.Generator().manual_seed(3)
     for step in range(70):
@@ -94,8 +93,8 @@ class Prefilled(NamedTuple):
 
 @on_each_rank
 def prefill_in_parts(shape: Shape, layout: Any, padded: bool) -> Prefilled:
-    mask, place = am.Window(20), RankMesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
-    caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
+    mask, place = am.Window(20), RankMesh.of(mesh_or_none(shape))
+    caches = [window_cache(shape, mask, 3), window_cache(shape, None)]
     errors = []
     for length, queries in ((700, 1), (90, 90), (400, 5)):
         q, k, v = new(length)
@@ -134,7 +133,7 @@ def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padde
 
 @on_each_rank
 def check_a_copy() -> None:
-    cache, mask = cache_of(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
+    cache, mask = window_cache(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
     cache.append(*new(200)[1:])
     other, (q, k, v) = deepcopy(cache), new(1, 1)
     other.append(k, v)
@@ -151,7 +150,7 @@ def test_a_copy_forgets_by_itself(pool: Pool) -> None:
 
 def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU writes new tokens after the slots that the CPU has counted."""
-    cache = cache_of(Shape(1, 1, 1), am.Window(30), storage="int8")
+    cache = window_cache(Shape(1, 1, 1), am.Window(30), storage="int8")
     cache.append(*new(20)[1:])
 
     def no_memory(*_: object) -> None:
@@ -171,7 +170,7 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
 def test_tokens_before_a_failed_append_are_decoded_again(
     monkeypatch: pytest.MonkeyPatch, inner: str, tokens: int
 ) -> None:
-    cache = cache_of(Shape(1, 1, 1), am.Window(30))
+    cache = window_cache(Shape(1, 1, 1), am.Window(30))
     for count in (100, 1, 1):
         q, k, v = new(count)
         cache.append(k, v)
@@ -196,7 +195,7 @@ LAYERS = am.Window(37), None, am.Window(37), am.Causal() & am.Chunks(64)
 
 
 def filled_cache(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
-    cache = cache_of(shape, mask, keep=0 if mask is None else 4, copies=min(2, shape.queries * shape.keys))
+    cache = window_cache(shape, mask, keep=0 if mask is None else 4, copies=min(2, shape.queries * shape.keys))
     real = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) > 0.3 if padded else None
     cache.append(*new(300)[1:], token_mask=real)
     for step in range(20):
@@ -229,7 +228,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[Tensor]:
 
 @on_each_rank
 def load_and_continue(shape: Shape, path: Path) -> list[Tensor]:
-    caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
+    caches, _, _ = load_layers(am.KVCache, path, mesh_or_none(shape))
     assert [cache.config.mask for cache in caches] == list(LAYERS)
     return later_outputs(caches)
 
@@ -275,7 +274,7 @@ def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
 
 
 def test_a_step_decodes_in_one_graph() -> None:
-    cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
+    cache, mask = window_cache(Shape(1, 1, 1), am.Window(20)), am.Window(20)
     step = torch.compile(lambda q: am.decode(q, cache, mask=mask), backend="eager", fullgraph=True)
     for seed in range(40):
         q, k, v = new(1, seed)
@@ -285,7 +284,7 @@ def test_a_step_decodes_in_one_graph() -> None:
 
 
 def test_an_empty_batch_with_padding_is_saved(tmp_path: Path) -> None:
-    cache = cache_of(Shape(1, 1, 1), am.Window(20))
+    cache = window_cache(Shape(1, 1, 1), am.Window(20))
     cache.append(*new(30)[1:], token_mask=torch.arange(30).ge(9).expand(2, 30))
     cache.truncate(0)
     cache.save(tmp_path)
@@ -293,7 +292,7 @@ def test_an_empty_batch_with_padding_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_window_that_is_truncated_decodes_as_one_that_was_not_filled_further() -> None:
-    cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
+    cache, mask = window_cache(Shape(1, 1, 1), am.Window(20)), am.Window(20)
     q, k, v = new(15)
     cache.append(k, v)
     cache.truncate(2)  # nothing has been forgotten

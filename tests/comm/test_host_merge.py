@@ -1,7 +1,6 @@
 """Merges of ranks of one host by one native call: exact, the same bits on all ranks, and nobody is left asleep."""
 
 import time
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from attnmesh.comm.merges import MERGES
 from attnmesh.comm.mismatch import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.comm.topology import agreed_host_mailboxes
-from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.digest import SUM_ELEMENTS, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
@@ -146,32 +144,6 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
     for native, out in pool.run(3, merge_where_one_lacks_the_library, 1):
         assert not native
         torch.testing.assert_close(out, expected)
-
-
-class Names(NamedTuple):
-    """Of merges: the fastest, the one chosen for outputs by heads, and the one chosen where it is given."""
-
-    fastest: str
-    for_heads: str
-    given: str
-
-
-@on_each_rank
-def choose_merges() -> Names:
-    place = world_axis()
-    return Names(
-        agreed_transport(place, CPU).agreed_fastest().name,
-        RequestedMerge(place, "auto", "heads").agreed_merge(CPU).name,
-        RequestedMerge(place, "gather", "heads").agreed_merge(CPU).name,
-    )
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) -> None:
-    (names,) = set(pool.run(ranks, choose_merges))
-    assert names.fastest in ("tree", "direct")
-    assert names.for_heads == "direct"
-    assert names.given == "gather"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])

@@ -3,7 +3,6 @@
 import fcntl
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import attnmesh as am
 from attnmesh.comm import mailboxes
 from attnmesh.comm.mailboxes import MESSAGE_BYTES, Mailboxes, mailboxes_size
 from attnmesh.comm.topology import agreed_host_mailboxes
@@ -171,49 +169,6 @@ def talk_after_calls_that_differ() -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_of_calls_that_differ_are_dropped(ranks: int, pool: Pool) -> None:
     assert pool.run(ranks, talk_after_calls_that_differ) == [0] * ranks
-
-
-@on_each_rank
-def merge_where_one_cannot_open_the_memory(lacking: int) -> tuple[bool, torch.Tensor]:
-    """On a rank: merge in a new group, of which one rank cannot open the memory."""
-    group = dist.new_group()
-    before = mailboxes.FOLDER
-    if dist.get_rank() == lacking:
-        mailboxes.FOLDER = Path("/nowhere")
-    try:
-        axis = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = agreed_host_mailboxes(axis)
-        partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
-        return found is None, am.merge_across(partial, group, how="tree").out
-    finally:
-        mailboxes.FOLDER = before
-
-
-@pytest.mark.parametrize("lacking", [0, 2])
-def test_where_one_rank_cannot_share_memory_none_does(lacking: int, pool: Pool) -> None:
-    for none, out in pool.run(3, merge_where_one_cannot_open_the_memory, lacking):
-        assert none
-        assert torch.allclose(out, torch.ones_like(out))
-
-
-@on_each_rank
-def merge_on_two_hosts(size: int) -> list[torch.Tensor]:
-    """On a rank: merge in a new group, whose last rank is alone on a host of its own."""
-    group, name = dist.new_group(), socket.gethostname
-    if dist.get_rank() == 2:
-        socket.gethostname = lambda: "elsewhere"
-    try:
-        own = am.Partial(torch.full((1, 1, size, 4), float(dist.get_rank())), torch.zeros(1, 1, size))
-        return [am.merge_across(own, group, how=how).out for how in ("tree", "direct")]
-    finally:
-        socket.gethostname = name
-
-
-@pytest.mark.parametrize("size", [10, MESSAGE_BYTES // 16, 1 << 17])
-def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, pool: Pool) -> None:
-    for merged in pool.run(3, merge_on_two_hosts, size):
-        for out in merged:
-            assert torch.allclose(out, torch.ones_like(out)), out
 
 
 def test_one_rank_and_too_many_ranks_have_no_mailboxes() -> None:

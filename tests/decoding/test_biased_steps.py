@@ -9,9 +9,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shapes import Shape
+from tests.support.caches.make import along_keys, empty_cache, mesh_or_none
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import float64_numbers
 
 HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
@@ -21,12 +21,7 @@ Q, K, V = (float64_numbers(2, HEADS[n > 0], TOKENS, WIDTH, seed=n) for n in rang
 BIAS, SINKS = float64_numbers(2, HEADS[0], TOKENS, NEAR, seed=3), float64_numbers(HEADS[0], seed=4)
 REAL = torch.cat((torch.zeros(2, 6), torch.ones(2, TOKENS - 6)), 1).bool() | torch.tensor([[True], [False]])
 LAST = slice(TOKENS - 3, TOKENS)
-
-
-def cache_of(shape: Shape, **options: Any) -> am.KVCache:
-    mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
-    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4, "dtype": Q.dtype}
-    return am.KVCache(mesh, **sizes | options)
+SIZES: dict[str, Any] = {"batch": 2, "dtype": Q.dtype}
 
 
 def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Tensor:
@@ -37,13 +32,14 @@ def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Te
 @on_each_rank
 def decode_with_a_bias(shape: Shape) -> list[Tensor]:
     """Return what steps give of a plain cache, a padded one, a fork, and one that forgets, one token at a time."""
-    plain, padded, few = cache_of(shape), cache_of(shape), torch.tensor([TOKENS, TOKENS - 2])
+    mesh, few = mesh_or_none(shape), torch.tensor([TOKENS, TOKENS - 2])
+    plain, padded = empty_cache(mesh, **SIZES), empty_cache(mesh, **SIZES)
     plain.append(K, V)
     padded.append(K, V, token_mask=REAL)
     fork = plain.fork()
     found = [attend(plain), attend(plain, am.Window(9), sinks=SINKS), attend(padded), attend(fork)]
     found.append(attend(plain, key_lengths=few, merge="tree"))
-    window = cache_of(shape, mask=am.Window(9))
+    window = empty_cache(mesh, mask=am.Window(9), **SIZES)
     steps = []
     for token in range(TOKENS):
         one = slice(token, token + 1)
@@ -75,7 +71,7 @@ def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
 @on_each_rank
 def catch_errors_of_wrong_biases() -> list[str]:
     """Return the errors of calls whose bias is wrong on the last rank."""
-    cache = cache_of(Shape(1, 1, 2))
+    cache = empty_cache(along_keys(2), **SIZES)
     found = list[str]()
     last = dist.get_rank() == 1
     cache.append(K, V)
@@ -106,7 +102,7 @@ def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
 
 
 def test_rows_in_8_bits_are_refused() -> None:
-    cache = cache_of(Shape(1, 1, 1), dtype=torch.float32, storage="int8")
+    cache = empty_cache(batch=2, storage="int8")
     cache.append(K.float(), V.float())
     with pytest.raises(KernelError, match=r"decode distance_bias: expected a cache of plain numbers, given .*int8"):
         am.decode(Q[:, :, LAST].float(), cache, distance_bias=BIAS[:, :, LAST].float())

@@ -9,25 +9,17 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
+from tests.support.caches.make import along_keys, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
+SIZES: dict[str, Any] = {"batch": 2, "dtype": torch.float64}
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def cache_of(ranks: int, mask: am.Mask | None, dtype: torch.dtype = torch.float64) -> am.KVCache:
-    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
-    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4}
-    cache = am.KVCache(mesh, **sizes, dtype=dtype, mask=mask)
-    cache.append(*numbers(2, 2, HEADS[1], TOKENS, WIDTH, dtype=dtype))
-    return cache
 
 
 def part_of(q: Tensor, rank: int, ranks: int, **options: Any) -> am.Partial:
@@ -48,7 +40,7 @@ def compare_with_keys_in_one_place(ranks: int) -> list[float]:
         (am.Causal(), 2, "heads"),
     ):
         q, sinks = numbers(2, HEADS[0], rows, WIDTH, seed=2), numbers(HEADS[0], seed=3)
-        cache = cache_of(ranks, mask if mask != am.Causal() else None)
+        cache = random_cache(TOKENS, along_keys(ranks), mask=mask if mask != am.Causal() else None, **SIZES)
         options: dict[str, Any] = {"mask": mask, "sinks": sinks, "scale": 0.5, "output": output}
         out = am.decode(q, cache, partial=part_of(q, rank, ranks, scale=0.5), **options)
         k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
@@ -72,7 +64,8 @@ def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: 
 
 @on_each_rank
 def count_received_bytes(other_keys: bool) -> int:
-    cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
+    cache = random_cache(TOKENS, along_keys(4), batch=2)
+    q = numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
     partial = part_of(q, dist.get_rank(), 4) if other_keys else None
     with count_traffic() as traffic:
         am.decode(q, cache, partial=partial, merge="tree")
@@ -110,7 +103,7 @@ REFUSED = {
 @on_each_rank
 def catch_refusal(name: str, **options: Any) -> str:
     """Return the error of a step whose partial a function of this name has changed."""
-    cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, along_keys(2), **SIZES), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     change = next((change for change in REFUSED if change.__name__ == name), lambda partial: partial)
     try:
         am.decode(q, cache, partial=change(part_of(q, dist.get_rank(), 2)), **options)  # type: ignore[arg-type]
@@ -138,7 +131,7 @@ def test_reproducible_steps_are_refused(pool: Pool) -> None:
 
 @on_each_rank
 def decode_unchecked() -> Tensor:
-    cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, along_keys(2), **SIZES), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     partial = part_of(q, 0, 2) if dist.get_rank() else None
     return am.decode(q, cache, partial=partial, checked=False)
 

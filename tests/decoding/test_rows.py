@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh import errors
@@ -15,7 +16,7 @@ from attnmesh.runtime.counters import count_traffic
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.seeds import rotated
-from tests.support.truth.tolerances import FLOAT32
+from tests.support.truth.tolerances import FLOAT32, assert_near
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTHS = (61, 1, 200, 17)
@@ -24,6 +25,27 @@ SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@on_each_rank
+def decode_two_rows(q: Tensor, short: Tensor, long: Tensor) -> Tensor:
+    two_ranks = named_mesh(Shape(1, 1, 2), AXES)  # along keys
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 4, "head_dim": 8, "capacity": 40, "block": 4}
+    caches = [am.KVCache(two_ranks, dtype=torch.float32, **sizes) for _ in range(2)]
+    caches[0].append(*short)
+    caches[1].append(*long)
+    return am.decode_rows(q, caches)
+
+
+def test_each_row_on_two_ranks_is_attention_to_its_own_cache(pool: Pool) -> None:
+    q, short, long = random(2, 4, 1, 8), random(2, 1, 4, 5, 8, seed=1), random(2, 1, 4, 30, 8, seed=2)
+    # A row's one query is its last token, which sees all tokens.
+    rows = [scaled_dot_product_attention(q[[row]].double(), *x.double()) for row, x in enumerate((short, long))]
+    for out in pool.run(2, decode_two_rows, q, short, long):
+        assert_near(out.double(), torch.cat(rows), FLOAT32)
+
+
+# --- random rows against float64 ---
 
 
 class Rows:

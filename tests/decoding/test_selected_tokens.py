@@ -11,6 +11,7 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
+from tests.support.caches.make import along_keys, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import indexer_scores, numbers
@@ -20,15 +21,6 @@ HEADS = (4, 2)
 WIDTH, TOKENS = 8, 45
 
 
-def cache_of(ranks: int, values: str = "separate") -> am.KVCache:
-    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
-    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4}
-    cache = am.KVCache(mesh, **sizes, dtype=torch.float32, values=values)
-    k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
-    cache.append(k, v if values == "separate" else None)
-    return cache
-
-
 def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return numbers(2, HEADS[1], rows, tokens, seed=seed).argsort(-1)[..., :k].int()
 
@@ -36,7 +28,7 @@ def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
 @on_each_rank
 def compare_all_tokens_and_parts(ranks: int) -> dict[str, bool]:
     """Return whether selections of all tokens are causal attention, and one with a new token is that of its cache."""
-    cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, along_keys(ranks), batch=2), numbers(2, HEADS[0], 3, WIDTH, seed=2)
     every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
     whole = am.decode(q, cache)
     selections = {"all tokens": am.Selection(every), "all blocks": am.Selection(every[..., :12], block=4)}
@@ -71,7 +63,8 @@ def test_disjoint_selections_merge_to_their_union() -> None:
 @on_each_rank
 def compare_compiled_steps(ranks: int) -> dict[str, bool]:
     """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
-    caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
+    caches = [random_cache(TOKENS, along_keys(ranks), batch=2) for _ in range(2)]
+    q = numbers(2, HEADS[0], 1, WIDTH, seed=2)
 
     def step(cache: am.KVCache, k: Tensor, chosen: Tensor) -> Tensor:
         cache.append(k, k)
@@ -102,7 +95,7 @@ def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> Non
 @on_each_rank
 def step_over_unchecked_differences() -> dict[str, bool]:
     """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
-    cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, along_keys(2), batch=2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     selections = [am.Selection(indices(1, 9, seed=rank)) for rank in range(2)]
     alike = am.decode(q, cache, selected=selections[0], checked=False)
     differing = am.decode(q, cache, selected=selections[dist.get_rank()], checked=False)
@@ -116,7 +109,7 @@ def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: 
 
 @on_each_rank
 def count_received_bytes(tokens: int) -> int:
-    cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, along_keys(4), batch=2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
     with count_traffic() as traffic:
         am.decode(q, cache, selected=chosen, merge="tree")
@@ -129,7 +122,7 @@ def test_a_step_sends_what_one_over_all_tokens_sends(pool: Pool) -> None:
 
 
 def test_an_empty_selection_gives_zeros() -> None:
-    cache, q = cache_of(1, "prefix"), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    cache, q = random_cache(TOKENS, batch=2, values="prefix"), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     nothing = am.Selection(torch.full((2, 1, 2, 3), NO_INDEX, dtype=torch.int32))
     assert not am.decode(q, cache, selected=nothing).any()
 
@@ -143,8 +136,9 @@ def catch_error_of_longer_index_keys() -> str:
     index.append(numbers(2, 1, TOKENS + 2, WIDTH))
     operands = numbers(2, 1, 64, WIDTH, seed=6), numbers(2, 1, 64, seed=7)
     found = top_k_tokens(index, indexer_scores, operands, TOKENS + 2)
+    cache = random_cache(TOKENS, along_keys(2), batch=2)
     with pytest.raises(ShapeError) as raised:
-        am.decode(numbers(2, HEADS[0], 1, WIDTH), cache_of(2), selected=am.Selection(found[:, None]))
+        am.decode(numbers(2, HEADS[0], 1, WIDTH), cache, selected=am.Selection(found[:, None]))
     return str(raised.value)
 
 

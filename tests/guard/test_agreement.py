@@ -20,6 +20,7 @@ from attnmesh.kernels.implementations.native import BoundNative
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.caches.make import empty_cache, random_cache
 from tests.support.emulation.interpreted import interpreting
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
@@ -38,15 +39,6 @@ def query(rows: int = 1) -> Tensor:
     return torch.ones(1, 4, rows, WIDTH)
 
 
-def cache_of(checked: bool | None, shape: tuple[int, int, int] = (1, 1, 2), *, filled: bool = True) -> am.KVCache:
-    mesh = named_mesh(Shape(*shape), AXES)
-    sizes = {"batch": 1, "kv_heads": 2, "head_dim": WIDTH, "capacity": 64}
-    cache = am.KVCache(mesh, **sizes, dtype=torch.float32, block=4, checked=checked)
-    if filled:
-        cache.append(*torch.randn(2, 1, 2, 20, WIDTH, generator=torch.Generator().manual_seed(0)).unbind())
-    return cache
-
-
 def outcome_of(act: Callable[[], Tensor]) -> str:
     """Return the text of the error, "NaN" or "numbers"."""
     try:
@@ -62,7 +54,7 @@ def take_steps_that_differ(kernel: str, checked: bool | None, shape: tuple[int, 
     found = []
     with interpreting(kernel):
         for step in STEPS.values():
-            cache = cache_of(checked, shape)
+            cache = random_cache(20, named_mesh(Shape(*shape), AXES), head_dim=WIDTH, checked=checked)
             found.append(outcome_of(lambda step=step, cache=cache: am.decode(cache=cache, kernel=kernel, **step(one))))
             found.append(outcome_of(lambda cache=cache: am.decode(query(), cache, kernel=kernel)))
     return found
@@ -93,7 +85,7 @@ def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
 def take_a_later_step_that_differs(checked: bool | None) -> str:
     """Steps that stay on the device compare the first of each kind alone."""
     with interpreting("triton"):
-        cache = cache_of(checked)
+        cache = random_cache(20, named_mesh(Shape(1, 1, 2), AXES), head_dim=WIDTH, checked=checked)
         am.decode(query(), cache, kernel="triton")
         return outcome_of(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
 
@@ -121,7 +113,8 @@ def numbers_after(call: Callable[[am.KVCache, bool], object], cache: am.KVCache,
 
 @on_each_rank
 def call_cache_with_one_unlike(name: str, checked: bool | None, times: int) -> list[str]:
-    cache = cache_of(checked, filled=name != "append")
+    options = {"mesh": named_mesh(Shape(1, 1, 2), AXES), "head_dim": WIDTH, "checked": checked}
+    cache = empty_cache(**options) if name == "append" else random_cache(20, **options)
     found = []
     for time in range(times):
         unlike = dist.get_rank() == 1 and time == times - 1

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh import errors
@@ -20,8 +21,33 @@ from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run_problem, traits
+from tests.support.truth.problems import numbers
 from tests.support.truth.seeds import batches_by_ranks, rotated
 from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
+
+
+@on_each_rank
+def attend_to_shards(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v, of all tokens."""
+    two_ranks = named_mesh(Shape(1, 2, 1), AXES)  # along queries
+    mine = [am.shard(x, two_ranks, layout=am.Zigzag()).requires_grad_() for x in (q, k, v)]
+    out = am.attention(*mine, mesh=two_ranks, layout=am.Zigzag(), mask=am.Causal())
+    gradients = torch.autograd.grad(out, mine, am.shard(dout, two_ranks, layout=am.Zigzag()))
+    return [am.unshard(x.detach(), two_ranks, layout=am.Zigzag()) for x in (out, *gradients)]
+
+
+@pytest.mark.quick
+def test_causal_attention_on_two_ranks_is_that_of_one_device(pool: Pool) -> None:
+    q, k, v, dout = numbers(4, 1, 2, 12, 8)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out = scaled_dot_product_attention(*exact, is_causal=True)
+    expected = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
+    for found in pool.run(2, attend_to_shards, q, k, v, dout):
+        for x, y in zip(found, expected, strict=True):
+            assert_near(x.double(), y, FLOAT32_SUMS)
+
+
+# --- random problems against float64 ---
 
 
 def cases() -> list[Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh import errors
@@ -15,8 +16,27 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_traffic
 from tests.support.ranks.groups import group_of, world_axis
 from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.problems import numbers
 from tests.support.truth.seeds import rotated
 from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+
+
+@on_each_rank
+def merge_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    positions = torch.arange(12)
+    mine = positions.chunk(2)[dist.get_rank()]  # of the keys
+    part = am.attend(q, k[:, :, mine], v[:, :, mine], mask=am.Causal(), q_positions=positions, k_positions=mine)
+    return am.merge_across(part, dist.group.WORLD).out
+
+
+def test_two_ranks_with_half_of_the_keys_have_attention_to_all(pool: Pool) -> None:
+    q, k, v = numbers(3, 1, 2, 12, 8)
+    expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    for out in pool.run(2, merge_halves, q, k, v):
+        assert_near(out.double(), expected, FLOAT32)
+
+
+# --- any partials ---
 
 
 def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:

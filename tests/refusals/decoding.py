@@ -6,7 +6,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.errors import ArgumentError, DeviceError, DtypeError, KernelError, MaskError, MeshError, ShapeError
-from tests.refusals.refusal import NO_VALUES, Q_HEADS, WIDTH, Place, T, Table, filled, unchanged
+from tests.refusals.refusal import HEADS, NO_VALUES, Q_HEADS, WIDTH, Place, T, Table, filled, new_cache, unchanged
 from tests.support.truth.problems import numbers
 
 
@@ -32,6 +32,33 @@ def decode_by_gather(at: Place, **changes: Any) -> None:
 
 def decode_by_allreduce(at: Place, **changes: Any) -> None:
     decode(at, merge="allreduce", **changes)
+
+
+def decode_along_tree(at: Place, **changes: Any) -> None:
+    decode(at, merge="tree", **changes)
+
+
+def decode_directly(at: Place, **changes: Any) -> None:
+    decode(at, merge="direct", **changes)
+
+
+def decode_reproducibly(at: Place, **changes: Any) -> None:
+    decode(at, reproducible=True, **changes)
+
+
+def decode_after_padding(at: Place, real: bool = True) -> None:
+    """No rank compares the padding till the step."""
+    cache = new_cache(at, batch=2, checked=False)
+    cache.append(*numbers(2, 2, HEADS, 6, WIDTH), token_mask=torch.full((2, 6), real))
+    am.decode(numbers(2, Q_HEADS, 1, WIDTH), cache, checked=True)
+
+
+def decode_after_reorder(at: Place, first: int = 0) -> None:
+    """No rank compares the order till the step."""
+    cache = new_cache(at, batch=2, checked=False)
+    cache.append(*numbers(2, 2, HEADS, 6, WIDTH))
+    cache.reorder(torch.tensor([first, 0]))
+    am.decode(numbers(2, Q_HEADS, 1, WIDTH), cache, checked=True)
 
 
 ON_ONE_RANK: Table = {
@@ -169,4 +196,19 @@ ON_ALL_RANKS: Table = {
     decode: [
         ({"cache": None}, DtypeError, r"decode cache: expected a KVCache, given NoneType\. Fix: make one"),
     ],
+}
+
+_Q_OF_OTHER_WIDTH = ({"q": T(1, 12, 1, 3)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given")
+ON_ONE_OF_FOUR: Table = {
+    call: [_Q_OF_OTHER_WIDTH] for call in (decode, decode_along_tree, decode_directly, decode_reproducibly)
+}
+
+ON_ALL_OF_THREE: Table = {
+    decode_reproducibly: [({}, KernelError, r"ranks along queries and keys, and a tree, given 3 ranks")],
+}
+
+_OTHER_HISTORY = r"decode: .*:\n    ranks  padding and order\n    0      "
+AFTER_UNCOMPARED_CALLS: Table = {
+    decode_after_padding: [({"real": False}, MeshError, _OTHER_HISTORY)],
+    decode_after_reorder: [({"first": 1}, MeshError, _OTHER_HISTORY)],
 }

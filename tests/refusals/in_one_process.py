@@ -28,6 +28,24 @@ def merge_across(**changes: Any) -> am.Partial:
     return am.merge_across(**{"partial": am.Partial(**parts), "group": None} | changes)
 
 
+def kv_cache(**changes: Any) -> am.KVCache:
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32}
+    return am.KVCache(None, **sizes | changes)
+
+
+def append(**changes: Any) -> None:
+    kv_cache().append(**{"k": T(1, 2, 1, 8), "v": T(1, 2, 1, 8)} | changes)
+
+
+def decode(**changes: Any) -> Tensor:
+    cache = kv_cache()
+    cache.append(T(1, 2, 3, 8), T(1, 2, 3, 8))
+    return am.decode(**{"q": T(1, 2, 1, 8), "cache": cache} | changes)
+
+
+LEARNED = T(1, 2, 1, 8, requires_grad=True)
+PARTIAL = am.Partial(T(1, 2, 3, 4), T(1, 2, 3))
+
 TABLE: Table = {
     merge_across: [
         ({"how": "ring"}, KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
@@ -154,6 +172,15 @@ TABLE: Table = {
         ({"exchange": ["bulk"]}, KernelError, r"attention exchange: .* given \['bulk'\]"),
         ({"mesh": "cuda"}, MeshError, r"mesh: expected a DeviceMesh or None, given str\. Fix: make one"),
     ],
+    kv_cache: [
+        ({"capacity": 2**47}, ShapeError, r"KVCache capacity: expected tokens that fit the device.s memory, given no"),
+        ({"capacity": 10**30}, ShapeError, r"KVCache capacity: expected at most 281,474,976,710,656, given 1,0"),
+        ({"capacity": 0}, ShapeError, r"KVCache capacity: expected a whole number, 1 or more, given 0"),
+        ({"block": 2.5}, ShapeError, r"KVCache block: expected a whole number, 1 or more, given 2.5"),
+        ({"dtype": torch.int8}, DtypeError, r"KVCache dtype: expected one of float64"),
+    ],
+    append: [({"k": LEARNED, "v": LEARNED}, KernelError, r"append k: expected a tensor without gradients")],
+    decode: [({"q": LEARNED}, KernelError, r"decode q: expected a tensor without gradients")],
     am.Mask: [
         (
             {"left": -1},
@@ -172,6 +199,37 @@ TABLE: Table = {
 IN_ONE_PROCESS = [
     *refusals(TABLE),
     Refusal(lambda: am.energy(*heads(), None), {}, DtypeError, r"energy source: .* given NoneType"),
+    Refusal(
+        lambda: am.energy(*heads(), T(1, 4, 5, 8)),
+        {},
+        ShapeError,
+        r"expected source of .* \(1, 4, 6, 8\), given \(1, 4, 5, 8\)\. Fix: use",
+    ),
+    Refusal(
+        lambda: kv_cache().reorder(torch.ones(10000, dtype=torch.int64)),
+        {},
+        ShapeError,
+        r"^(?=.{1,199}$).*given \[1, 1, ",  # in short
+    ),
+    Refusal(am.merge, {}, ShapeError, r"merge: expected at least one partial, given none\. Fix: pass the ident"),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out, T(1, 2, 5))),
+        {},
+        ShapeError,
+        r"given .*lse \(1, 2, 5\).*\. Fix: merge partials of the same queries",
+    ),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out, PARTIAL.lse.bfloat16())),
+        {},
+        DtypeError,
+        r"expected lse in float32 or float64, given torch\.bfloat16\. Fix: keep",
+    ),
+    Refusal(
+        lambda: am.merge(PARTIAL, am.Partial(PARTIAL.out.to("meta"), PARTIAL.lse.to("meta"))),
+        {},
+        DeviceError,
+        r"one device, given out of partial 0 cpu, .*lse of partial 1 meta\. Fix",
+    ),
     Refusal(lambda: am.merge((T(1).int(), T(1))), {}, DtypeError, r"merge: expected out in floats, given torch.int32"),
     Refusal(lambda: am.Documents([2**60, 2**60]), {}, MaskError, r"Documents: expected at most .* tokens, given 23058"),
     Refusal(lambda: am.Documents(torch.tensor([2.5])), {}, MaskError, r"Documents length: .* given tensor\(2.5"),

@@ -9,7 +9,7 @@ import torch
 import attnmesh as am
 from attnmesh import errors, hf
 from tests.refusals import fixed, fixed_models, in_one_process
-from tests.refusals.in_one_process import attend, attention, heads
+from tests.refusals.in_one_process import LEARNED, append, attend, attention, decode, heads
 from tests.refusals.refusal import Refusal, T
 from tests.support.models import families
 
@@ -41,6 +41,12 @@ def test_options_that_say_what_is_done_anyway_are_taken() -> None:
     expected = attention()
     for options in ({"dropout_p": 0.0, "attn_mask": None}, {"dropout_p": 0, "is_causal": True, "enable_gqa": False}):
         assert torch.equal(attention(**options), expected)
+
+
+@torch.no_grad()
+def test_caches_take_learned_tensors_where_no_gradients_are_asked_for() -> None:
+    append(k=LEARNED, v=LEARNED)
+    decode(q=LEARNED)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own jvp

@@ -1,4 +1,4 @@
-"""The pool of ranks: worlds start once, errors come back, and hangs end at their deadline."""
+"""The pool of ranks: teams start once, errors come back, and hangs end at their deadline."""
 
 import inspect
 import os
@@ -60,17 +60,17 @@ def die_while_sending() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_world_computes_together(pool: Pool, size: int) -> None:
+def test_a_team_computes_together(pool: Pool, size: int) -> None:
     assert pool.run(size, add_up_ranks, 10) == [size * 10 + size * (size - 1) // 2] * size
 
 
-def test_a_world_is_started_once(pool: Pool) -> None:
+def test_a_team_is_started_once(pool: Pool) -> None:
     first = pool.run(3, return_process_id)
     assert len(set(first)) == 3
     assert pool.run(3, return_process_id) == first
 
 
-def test_an_error_comes_back_with_its_type_and_rank_and_the_world_lives_on(pool: Pool) -> None:
+def test_an_error_comes_back_with_its_type_and_rank_and_the_team_lives_on(pool: Pool) -> None:
     before = pool.run(3, return_process_id)
     with pytest.raises(ShapeError, match="expected one thing, given another") as caught:
         pool.run(3, refuse_on, 1)

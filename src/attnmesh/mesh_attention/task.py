@@ -136,11 +136,11 @@ def _new_task(
         request = KernelRequest.of(q, k, v, spec.scaling, (own_schedule.query_step.positions, gather.positions))
         steps.append(TaskStep(gather, onward, band, choose(request, spec.kernel)))
     # In a ring several exchanges along an axis may be under way at once, each to one rank: none waits for its turn.
-    heads, along_queries, along_keys = (Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes)
-    along_heads = HeadAllToAll(heads, own_schedule)
-    return Task(
-        spec, own_schedule, groups, steps, along_heads=along_heads, kv_channel=along_queries, query_channel=along_keys
+    head_channel, kv_channel, query_channel = (
+        Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes
     )
+    along_heads = HeadAllToAll(head_channel, own_schedule)
+    return Task(spec, own_schedule, groups, steps, along_heads, kv_channel, query_channel)
 
 
 @cached_per_world()

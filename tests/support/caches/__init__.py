@@ -1,1 +1,1 @@
-"""Caches in a state that a test begins with: grown, saved, or in two memories."""
+"""Caches in a state that a test begins with: empty, random, grown, saved, or in two memories."""

@@ -9,19 +9,14 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import tensor_file
-from tests.support.truth.mesh_problems import named_mesh
+from tests.support.caches.make import along_keys, random_cache
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 20, "dtype": torch.float32}
 
 
 def cache_of(tokens: int, ranks: int = 1) -> am.KVCache:
-    mesh = None if ranks == 1 else named_mesh(Shape(1, 1, ranks), AXES)
-    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=8, capacity=tokens + 40, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    cache.append(*torch.randn(2, 1, 2, tokens, 8, generator=generator).unbind())
-    return cache
+    return random_cache(tokens, along_keys(ranks), capacity=tokens + 40, block=16)
 
 
 def decoded(cache: am.KVCache) -> torch.Tensor:

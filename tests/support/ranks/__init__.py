@@ -1,1 +1,1 @@
-"""Ranks that tests run on: worlds that stay, worlds that end, and what makes ranks differ."""
+"""Ranks that tests run on: teams that stay, worlds that end, and what makes ranks differ."""

@@ -1,10 +1,10 @@
-"""Worlds of gloo ranks, each started once a test run: a test sends a function and gets every rank's answer.
+"""Teams of gloo ranks, each started once a test run: a test sends a function and gets every rank's answer.
 
     assert pool.run(4, my_rank) == [0, 1, 2, 3]
 
 The function is one that the ranks can import, by the name of its module, and has the mark `on_each_rank`. A rank that
-raises has its error raised here, with the rank in a note; ranks that have not answered at the deadline end the world,
-and the stack of each is shown. The next test that asks for a world of that size gets a new one.
+raises has its error raised here, with the rank in a note; ranks that have not answered at the deadline end the team,
+and the stack of each is shown. The next test that asks for a team of that size gets a new one.
 """
 
 import ctypes
@@ -76,14 +76,14 @@ class Lost(RuntimeError):
 
 @dataclass
 class Rank:
-    """One process of a world, as the test run sees it."""
+    """One process of a team, as the test run sees it."""
 
     process: Any
     connection: Connection
     stack: Path
 
 
-class World:
+class Team:
     """A process group of `size` ranks, waiting for functions."""
 
     def __init__(self, size: int, backend: str) -> None:
@@ -91,7 +91,7 @@ class World:
         if self.processes.forked:
             self.processes.preload(PRELOADED)
         self.stops = self.processes.forked and sys.platform == "linux"
-        self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
+        self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-team-")
         self.ranks = [self._start(rank, size, backend) for rank in range(size)]
 
     def _start(self, rank: int, size: int, backend: str) -> Rank:
@@ -102,7 +102,7 @@ class World:
     def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
         """Return each rank's result or exception. The ranks are stopped (SIGSTOP) before and after.
 
-        Each group of gloo has threads that wake a hundred times a second. Of six worlds they take half of two cores.
+        Each group of gloo has threads that wake a hundred times a second. Of six teams they take half of two cores.
         """
         self._signal(signal.SIGCONT)
         answers = self._answers(function, arguments, deadline)
@@ -147,17 +147,17 @@ class World:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """End every process of the world."""
+        """End every process of the team."""
         self.processes.end()
         self.folder.cleanup()
 
 
 class Pool:
-    """The worlds of one test run: of gloo, or of NCCL where each rank has a GPU."""
+    """The teams of one test run: of gloo, or of NCCL where each rank has a GPU."""
 
     def __init__(self, backend: str = "gloo") -> None:
         self.backend = backend
-        self._worlds: dict[int, World] = {}
+        self._teams: dict[int, Team] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Every rank's result; the first error of a rank is raised."""
@@ -170,18 +170,18 @@ class Pool:
     def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Every rank's result or error, as a list."""
         check_marked(function)
-        if size not in self._worlds:
-            self._worlds[size] = World(size, self.backend)
+        if size not in self._teams:
+            self._teams[size] = Team(size, self.backend)
         try:
-            return self._worlds[size].ask(function, arguments, deadline)
+            return self._teams[size].ask(function, arguments, deadline)
         except BaseException:  # also the test's own time-out: nobody knows any more what the ranks are at
-            self._worlds.pop(size).close()
+            self._teams.pop(size).close()
             raise
 
     def close(self) -> None:
-        """End all worlds."""
-        while self._worlds:
-            self._worlds.popitem()[1].close()
+        """End all teams."""
+        while self._teams:
+            self._teams.popitem()[1].close()
 
 
 def _stack(rank: Rank) -> str:
@@ -198,7 +198,7 @@ def _stack(rank: Rank) -> str:
 
 
 def _serve(rank: int, size: int, backend: str, stack: Path, store: Path, connection: Connection) -> None:
-    """A rank's life: join the group, then answer until the world is closed."""
+    """A rank's life: join the group, then answer until the team is closed."""
     import torch
 
     if sys.platform == "linux":
