@@ -67,7 +67,7 @@ def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> dict[str,
     mesh, copies = named_mesh(TWO, AXES), [path / "before", path / "after"]
     cache = am.KVCache(mesh, **SIZES, folder=path / "lives")
     grow(cache, LENGTH)
-    owner, original = (Journal, Journal._write) if point == "record" else (folder_shard, folder_shard.append)
+    owner, original = (Journal, Journal._write) if point == "record" else (folder_shard, folder_shard.native_append)
     left_over = iter(copies)
 
     def stops(*arguments: Any) -> Any:

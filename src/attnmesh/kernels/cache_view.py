@@ -99,6 +99,10 @@ class CacheView(NamedTuple):
         padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, earlier_pieces=())
 
+    def count_used_slots(self) -> int:
+        """Return how many slots hold tokens, without those of earlier pieces. The CPU waits for the device."""
+        return int(self.device_counts[USED])
+
     @property
     def cpu_part(self) -> "CacheView | None":
         """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""

@@ -20,7 +20,6 @@ from attnmesh.hf.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
-from attnmesh.kernels.cache_view import USED
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 from attnmesh.kernels.local import attend
 
@@ -155,7 +154,7 @@ class CompressedLayer(TailLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.own_shard.view
-        pieces = [(piece, int(piece.device_counts[USED])) for piece in (*view.earlier_pieces, view)]
+        pieces = [(piece, piece.count_used_slots()) for piece in (*view.earlier_pieces, view)]
         return [(piece.keys[:, :, :count], piece.token_index[:count].cpu()) for piece, count in pieces]
 
 
