@@ -142,14 +142,9 @@ class ShardedCache(FolderLayers):
         self.mesh, self.ranks = mesh, rank_mesh.ranks
         self.block_is_free = block is None and not reproducible
         tokens = None if capacity is None else int(capacity)
-        in_use = replace(
-            given,
-            capacity=tokens,
-            block=int(block or BLOCK),
-            windows=windows and folder is None,
-            shares=agreed_rank_shares(config, mesh, shares, tokens, storage),
-        )
-        self._use(in_use)
+        rank_shares = agreed_rank_shares(config, mesh, shares, tokens, storage)
+        in_windows = windows and folder is None
+        self._use(replace(given, capacity=tokens, block=int(block or BLOCK), windows=in_windows, shares=rank_shares))
         self.history = CacheHistory()
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
