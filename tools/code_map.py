@@ -15,7 +15,7 @@ PURPOSES = {
     "cost": "the prices by which a run itself chooses, as values",
     "checks": "what one rank checks of its own arguments; nothing is sent",
     "kernels": "one device",
-    "comm": "everything that crosses ranks",
+    "comm": "everything that crosses ranks; a merge has its price, and kernels merge messages",
     "guard": "ranks agree: they compare their calls, and fail alike",
     "setup": "what is made before any call: worlds, meshes, measured constants",
     "mesh_attention": "prefill and training",

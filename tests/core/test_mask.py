@@ -270,13 +270,13 @@ def test_the_warning_does_not_depend_on_earlier_calls(monkeypatch: pytest.Monkey
 @given(masks(), masks())
 def test_a_mask_within_another_sees_no_earlier_token(mask: Mask, widest: Mask) -> None:
     positions = torch.arange(TOTAL)
-    if mask.is_within(widest):
+    if mask.sees_no_further_back_than(widest):
         assert bool((mask.bounds(positions)[0] >= widest.bounds(positions)[0]).all())
 
 
 def test_a_mask_is_within_documents_that_it_has() -> None:
     documents = Documents([3, 5])
-    assert not Window(2).is_within(documents)
-    assert (Window(2) & documents).is_within(documents)
-    assert (Window(2) & Documents([1, 2, 5])).is_within(documents)
-    assert documents.is_within(Full())
+    assert not Window(2).sees_no_further_back_than(documents)
+    assert (Window(2) & documents).sees_no_further_back_than(documents)
+    assert (Window(2) & Documents([1, 2, 5])).sees_no_further_back_than(documents)
+    assert documents.sees_no_further_back_than(Full())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh.core.turns import CLOSE, turns, widths_of
+from attnmesh.core.turns import MAX_SHARE_ERROR, turns, widths_of
 
 pytestmark = pytest.mark.quick
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 def test_turns_of_extreme_shares_are_found_at_once(shares: tuple[float, ...]) -> None:
     widths = widths_of(shares, 16)
     assert all(
-        abs(n / sum(widths) - x / sum(shares)) <= 1.01 * CLOSE * x / sum(shares)
+        abs(n / sum(widths) - x / sum(shares)) <= 1.01 * MAX_SHARE_ERROR * x / sum(shares)
         for n, x in zip(widths, shares, strict=True)
     )
 
@@ -27,4 +27,4 @@ def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...
         assert mine.equal(turn.holds(torch.arange(length)).nonzero().flatten())
         assert turn.slot(mine).equal(torch.arange(len(mine)))
         assert turn.count(length) == len(mine)
-        assert turn.width / turn.period == pytest.approx(share / sum(shares), rel=1.1 * CLOSE)
+        assert turn.width / turn.period == pytest.approx(share / sum(shares), rel=1.1 * MAX_SHARE_ERROR)

@@ -26,7 +26,7 @@ from attnmesh.runtime.tensors import Tensors
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: pairs of the indices of some tokens, and the results for these."""
 
-OUT_OF_TURN = 1 << 15
+LONG_MESSAGE = 1 << 15
 """Bytes of a message up to which it does not wait for its turn: a turn costs more than a short message gains.
 
 It is a choice: no bench measures it.
@@ -131,7 +131,7 @@ class Channel(NamedTuple):
             if id(tensors) not in packed:  # the same for several peers is packed once
                 packed[id(tensors)] = _pack(tensors)
             message = packed[id(tensors)]
-            is_long = one_at_a_time and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+            is_long = one_at_a_time and len(sends) > 2 and message.nbytes > LONG_MESSAGE
             is_queued = is_long and transport.sends_in_turn(peer, message)
             (queued if is_queued else posts).append((dist.isend, peer, message))
         packed.clear()

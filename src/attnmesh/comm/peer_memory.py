@@ -16,13 +16,13 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import collective_once
 
-ROOM = 1 << 18
+BOX_ELEMENTS = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
 
 PROGRAM_ROWS = 8
 """Rows of a message that one program sends and merges. It is a choice: more make fewer programs, and fewer flags."""
 
-FLAGS = ROOM // PROGRAM_ROWS
+FLAGS = BOX_ELEMENTS // PROGRAM_ROWS
 """Programs of the longest message."""
 
 MAX_POLLS = 1 << 26
@@ -41,7 +41,7 @@ class PeerMemory:
     kept: tuple[Any, ...] = ()
     """References that must live as long as the addresses are used."""
 
-    longest = 4 * ROOM
+    longest = 4 * BOX_ELEMENTS
     """Bytes of the longest message."""
 
     def merge(
@@ -73,7 +73,7 @@ class PeerMemory:
             rank=self.rank,
             ranks=ranks,
             flags=FLAGS,
-            box_size=ROOM,
+            box_size=BOX_ELEMENTS,
             rows=rows,
             value_width=shape[-1],
             max_polls=MAX_POLLS,
@@ -90,7 +90,7 @@ class PeerMemory:
 
 def memory_size(ranks: int) -> int:
     """Return the float32 elements of a rank's memory."""
-    return ranks * FLAGS + 2 * ranks * ROOM
+    return ranks * FLAGS + 2 * ranks * BOX_ELEMENTS
 
 
 @collective_once

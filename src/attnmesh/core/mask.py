@@ -191,13 +191,15 @@ class Mask:
         documents = [self.longest_document_or_chunk] if self.ends else []  # a graph cannot trace that
         return min(length, self.left + 1, *self.chunks, *documents)
 
-    def is_within(self, widest: "Mask") -> bool:
+    def sees_no_further_back_than(self, widest: "Mask") -> bool:
         """Return whether queries see no earlier token than under the widest mask.
 
         >>> import attnmesh as am
-        >>> am.Window(3, 2).is_within(am.Window(4)), am.Chunks(5).is_within(am.Window(4))
-        (True, True)
-        >>> am.Causal().is_within(am.Window(4)), am.Window(4).is_within(am.Chunks(5))
+        >>> am.Window(3, 2).sees_no_further_back_than(am.Window(4))
+        True
+        >>> am.Chunks(5).sees_no_further_back_than(am.Window(4))
+        True
+        >>> am.Causal().sees_no_further_back_than(am.Window(4)), am.Window(4).sees_no_further_back_than(am.Chunks(5))
         (False, False)
         """
         chunks = (any(size % smaller == 0 for smaller in self.chunks) for size in widest.chunks)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CLOSE = 0.01
+MAX_SHARE_ERROR = 0.01
 """Part of a share by which the tokens of a rank may differ from it. A lower one makes rounds longer."""
 
 
@@ -81,7 +81,7 @@ def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
     while True:
         exact = [size * share / total_share for share in shares]
         widths = _rounded(exact, size)
-        if all(abs(width - wanted) <= CLOSE * wanted for width, wanted in zip(widths, exact, strict=True)):
+        if all(abs(width - wanted) <= MAX_SHARE_ERROR * wanted for width, wanted in zip(widths, exact, strict=True)):
             return widths
         size += multiple
 

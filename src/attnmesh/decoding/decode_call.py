@@ -17,7 +17,7 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.known_steps import find_step, run_new_step
-from attnmesh.decoding.step_agreement import agreement_on
+from attnmesh.decoding.step_agreement import merge_agreement_for
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_checks import inputs_and_spec
 from attnmesh.decoding.step_op import decode_op, tensors_of
@@ -100,7 +100,7 @@ def decode(
         try:
             cache.append(cast(Tensor, k), v)
         except Exception as error:  # other ranks may be in the merge of the step already
-            agreement_on((cache,), options, checked).raise_through_merge(error)
+            merge_agreement_for((cache,), options, checked).raise_through_merge(error)
     caches = (cache,)
     signature = None
     prepared_step = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.checks.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
-from attnmesh.decoding.step_agreement import agreement_on, runs_asynchronously
+from attnmesh.decoding.step_agreement import merge_agreement_for, runs_asynchronously
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.guard.agreement import is_capturing
 from attnmesh.kernels.traced import are_plain
@@ -103,7 +103,7 @@ def run_new_step(
         with torch.no_grad():
             prepared_step = _prepare_step(inputs, spec, signature, prepared)
     except Exception as error:  # the other ranks may wait in their merge, which this poisons
-        agreement_on(inputs.caches, options, checked).raise_through_merge(error)
+        merge_agreement_for(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)
     warn_if_transposed(subject, inputs.q, inputs.caches[0].config.kv_heads)

@@ -25,7 +25,7 @@ from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum, call_digest
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, fields_of_step, gather_heads
+from attnmesh.decoding.step_agreement import ask_in_step, fields_of_step, gather_heads, merge_agreement_for
 from attnmesh.decoding.step_arguments import PartsToCompare, StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
@@ -103,7 +103,7 @@ class PreparedStep:
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if spec.heads_axis.size > 1:
-            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in an `AgreedStep`
+            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in an `TransportMergedStep`
             out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
         return out, verdict
 
@@ -129,10 +129,10 @@ class HostMergedStep(PreparedStep):
         try:
             out, is_equal = self.compute(inputs)
         except Exception as error:
-            agreement_on(inputs.caches, self.spec, checked).raise_through_merge(error)
+            merge_agreement_for(inputs.caches, self.spec, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
             fields = partial_of(fields_of_step, inputs, self.spec)
-            agreement_on(inputs.caches, self.spec, checked).raise_unequal(fields)
+            merge_agreement_for(inputs.caches, self.spec, checked).raise_unequal(fields)
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, bool]:
@@ -146,7 +146,7 @@ class HostMergedStep(PreparedStep):
 
 
 @dataclass(eq=False, kw_only=True)
-class AgreedStep(PreparedStep):
+class TransportMergedStep(PreparedStep):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
@@ -160,7 +160,7 @@ class AgreedStep(PreparedStep):
         if self.is_asynchronous:
             ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
         description = MergeDescription(self.facts, fields, ask)
-        agreement = agreement_on(inputs.caches, spec, checked)
+        agreement = merge_agreement_for(inputs.caches, spec, checked)
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
         try:
@@ -202,7 +202,7 @@ def new_prepared_step(
             output_heads=host_merge.heads_of_output(spec.output),
             host_merge=host_merge,
         )
-    return AgreedStep(
+    return TransportMergedStep(
         spec,
         attention,
         blank,

@@ -14,7 +14,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.known_steps import find_step, run_new_step
 from attnmesh.decoding.prepared_step import PreparedStep
-from attnmesh.decoding.step_agreement import agreement_on
+from attnmesh.decoding.step_agreement import merge_agreement_for
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_checks import spec_of_step
 from attnmesh.errors import (
@@ -93,7 +93,7 @@ def decode_rows(
         if k is not None or v is not None:
             _append(k, v, caches)
     except Exception as error:  # other ranks may be in the merge of the step already
-        agreement_on(caches, options, checked).raise_through_merge(error)
+        merge_agreement_for(caches, options, checked).raise_through_merge(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
     signature, prepared_step = find_step(inputs, options, checked, prepared)

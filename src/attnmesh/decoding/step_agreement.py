@@ -20,7 +20,9 @@ from attnmesh.errors import InputError
 from attnmesh.guard.merge_agreement import MergeAgreement
 
 
-def agreement_on(caches: Sequence[KVCache], options: StepOptions | StepSpec, checked: bool | None) -> MergeAgreement:
+def merge_agreement_for(
+    caches: Sequence[KVCache], options: StepOptions | StepSpec, checked: bool | None
+) -> MergeAgreement:
     """Return the agreement on a step. `options` may be unchecked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"

@@ -81,7 +81,7 @@ def spec_of_step(
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
     check_dtype_and_device(f"{subject} q{of_row}", config, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
-    if config.mask is not None and not options.mask.is_within(config.mask):
+    if config.mask is not None and not options.mask.sees_no_further_back_than(config.mask):
         expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.config.mask")
     check_merge(subject, options.merge, options.output)

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnmesh.core.selection import Selection
 from attnmesh.planner.selected import Selected
 
-ROOM = "attnmesh.hf.families"
+FAMILIES_PACKAGE = "attnmesh.hf.families"
 """Package whose files have the records."""
 
 MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
@@ -246,11 +246,11 @@ class Family:
 @cache
 def families() -> Mapping[str, Family]:
     """Return the record of each model type that has one."""
-    room = import_module(ROOM)
+    room = import_module(FAMILIES_PACKAGE)
     plain = json.loads(Path(str(room.__file__)).with_name("plain.json").read_text(encoding="utf-8"))
     records = {kind: Family(kind, **entry) for kind, entry in plain.items()}
     for info in iter_modules(room.__path__):
-        module = import_module(f"{ROOM}.{info.name}")
+        module = import_module(f"{FAMILIES_PACKAGE}.{info.name}")
         records |= {family.type: family for family in getattr(module, "FAMILIES", ())}
     return records
 

@@ -90,7 +90,7 @@ def backward_band(
     """Return gradients over the band, in the inputs' dtype or wider."""
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
-            return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
+            return backward_selected(q, k, v, _without_unseeing_rows(saved), band, scaling)
     if counts:
         parts = [
             backward_band(kernel, q[some], k[some], v[some], saved.select_sequences(some), band.first(count), scaling)
@@ -100,7 +100,7 @@ def backward_band(
     rectangles = _cut(kernel, band, q, k, v)
     sign, scaling = scaling.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
-    saved = _without_empty_rows(saved)
+    saved = _without_unseeing_rows(saved)
     with without_autocast(q):
         if _is_one_rectangle(rectangles, q, k):
             dq, dk, dv = kernel.backward(q, k, v, saved, rectangles[0], scaling)
@@ -109,7 +109,7 @@ def backward_band(
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
-def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
+def _without_unseeing_rows(saved: BackwardInputs) -> BackwardInputs:
     """Return the tensors with lse +inf and dout 0 in empty rows, so that all their weights are e^-inf = 0."""
     empty = saved.lse == -torch.inf
     lse, dout = saved.lse.masked_fill(empty, torch.inf), saved.dout.masked_fill(empty.unsqueeze(-1), 0.0)
@@ -119,20 +119,20 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
 def _attend_rectangle(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling
 ) -> Partial:
-    """Return the rectangle's partial. Empty rows get the identity, as kernels differ there."""
+    """Return the rectangle's partial. Rows that see no key get the identity, as kernels differ there."""
     out, lse = kernel.attend(q, k, v, rectangle, scaling)
-    empty = _empty_rows(rectangle, out.device)
-    if len(empty):
-        out, lse = out.index_fill(2, empty, 0.0), lse.index_fill(2, empty, -torch.inf)
+    unseeing = _unseeing_rows(rectangle, out.device)
+    if len(unseeing):
+        out, lse = out.index_fill(2, unseeing, 0.0), lse.index_fill(2, unseeing, -torch.inf)
     return Partial(out, lse)
 
 
-def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
+def _unseeing_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
     """Return the indices of rows that see no key of the rectangle, copied to a GPU once as long as its bounds live."""
     if rectangle.band is None or device.type == "cpu":
-        return rectangle.empty_rows().to(device)
-    name = "empty rows", rectangle.keys.stop - rectangle.keys.start, device
-    return memo_of_band(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
+        return rectangle.unseeing_rows().to(device)
+    name = "unseeing rows", rectangle.keys.stop - rectangle.keys.start, device
+    return memo_of_band(rectangle.band, name, lambda: rectangle.unseeing_rows().to(device), lambda x: x.nbytes)
 
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:

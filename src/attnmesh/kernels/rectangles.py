@@ -73,7 +73,7 @@ class Rectangle:
         """Return the dense mask, (queries, keys)."""
         return self.bounds().visible(self.keys.stop - self.keys.start)
 
-    def empty_rows(self) -> Tensor:
+    def unseeing_rows(self) -> Tensor:
         """Return the indices of rows that see no key of the rectangle."""
         if self.band is None:
             return torch.empty(0, dtype=torch.long, device="cpu")

@@ -9,10 +9,10 @@ from attnmesh.errors import ShapeError
 MAX_RATIO = 2**32
 """Most times that one share may be of another: a round of tokens has to be counted."""
 
-ALIKE = 1.15
+MAX_EQUAL_RATIO = 1.15
 """Ratio of read rates up to which ranks are taken for equal: measurements vary as much."""
 
-OF_MEMORY = 0.75
+MEMORY_SHARE_OF_KEYS = 0.75
 """Part of a rank's free memory that a cache may take. Weights, activations and other caches need the rest."""
 
 
@@ -48,7 +48,7 @@ def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), nee
     (3, 7)
     """
     open_rates = dict(enumerate(_alike(rates)))
-    limits = {rank: OF_MEMORY * free / needed for rank, free in enumerate(memory)} if needed else {}
+    limits = {rank: MEMORY_SHARE_OF_KEYS * free / needed for rank, free in enumerate(memory)} if needed else {}
     if sum(limits.values()) < 1:
         limits = {}
     shares = dict[int, float]()
@@ -72,4 +72,4 @@ def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), nee
 
 def _alike(rates: Sequence[float]) -> Sequence[float]:
     """Return the rates, or equal ones if they differ by no more than measurements do."""
-    return rates if max(rates) > ALIKE * min(rates) else [1.0] * len(rates)
+    return rates if max(rates) > MAX_EQUAL_RATIO * min(rates) else [1.0] * len(rates)

@@ -42,7 +42,7 @@ DONE = object()
 
 
 @dataclass(frozen=True)
-class GatheredGroup:
+class GroupUnderWay:
     """One group of heads under way: tensors of gathered queries, and keys and values by step."""
 
     group: HeadGroup
@@ -99,7 +99,7 @@ def forward(
     return total
 
 
-def _forward_heads(gathered: GatheredGroup, task: Task) -> Partial:
+def _forward_heads(gathered: GroupUnderWay, task: Task) -> Partial:
     """Return the partial of one group of heads: of gathered queries over gathered keys."""
     (q,) = gathered.finish_queries()
     total: Partial | None = None
@@ -173,7 +173,7 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
     return Gradients(*total.query_tensors, *total.key_tensors)
 
 
-def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
+def _backward_heads(gathered: GroupUnderWay, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
     """Return dq of one group of heads: of gathered queries over gathered keys.
 
     dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
@@ -234,7 +234,7 @@ class PendingReturns:
             self.add()
 
 
-def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> Iterator[GatheredGroup]:
+def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> Iterator[GroupUnderWay]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
     first group     swap in   gather    attend
@@ -244,7 +244,7 @@ def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> 
     mesh = task.spec.mesh
     has_heads_axis, has_gather = mesh.heads.size > 1, mesh.queries.size * mesh.keys.size > 1
 
-    def stages(group: HeadGroup) -> Iterator[GatheredGroup | None]:
+    def stages(group: HeadGroup) -> Iterator[GroupUnderWay | None]:
         finish_swap = swap_in(group)
         if has_heads_axis:
             yield None
@@ -254,10 +254,10 @@ def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> 
         del finish_swap, tensors
         if has_gather:
             yield None
-        yield GatheredGroup(group, finish_queries, kv_by_step)
+        yield GroupUnderWay(group, finish_queries, kv_by_step)
 
     exchanges = has_heads_axis + has_gather  # of a group, each of which waits for a round
-    pending: deque[Iterator[GatheredGroup | None]] = deque()  # newest first
+    pending: deque[Iterator[GroupUnderWay | None]] = deque()  # newest first
     for group in (*task.groups, *[None] * exchanges):
         if group is not None:
             pending.appendleft(stages(group))

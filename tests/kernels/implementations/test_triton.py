@@ -152,7 +152,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
 def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process plays all ranks: each sends its message to all, then each receives."""
     monkeypatch.setattr(peer_memory, "FLAGS", 3)
-    monkeypatch.setattr(peer_memory, "ROOM", 1 << 12)
+    monkeypatch.setattr(peer_memory, "BOX_ELEMENTS", 1 << 12)
     monkeypatch.setattr(peer_memory, "MAX_POLLS", 3)
     random = Random(seed)
     torch.manual_seed(seed)

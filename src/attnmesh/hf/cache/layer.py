@@ -202,9 +202,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """What `reserve_step` has returned."""
         return self.cached
 
-    def attend(self, q: Tensor, **layer: Any) -> Tensor:
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of the layer, as the cache attends."""
-        return self.cache.attend(q, self.cached, **layer)
+        return self.cache.attend(q, self.cached, **options)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return whether the layer's cache has no tokens but these new ones."""

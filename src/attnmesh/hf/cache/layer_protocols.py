@@ -26,7 +26,7 @@ class LayersCache(Protocol):
     def head_ranks(self) -> int:
         """Ranks that split the heads of an output."""
 
-    def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
+    def attend(self, q: Tensor, kv: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache."""
 
     def folder_of(self, layer: CacheLayerMixin) -> FolderLayer | None:

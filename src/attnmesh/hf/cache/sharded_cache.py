@@ -195,12 +195,12 @@ class ShardedCache(FolderLayers):
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
 
-    def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
+    def attend(self, q: Tensor, kv: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
 
         `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
-        return decode(q, kv, **self.decode_options(q), **layer)
+        return decode(q, kv, **self.decode_options(q), **options)
 
     def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""

@@ -22,7 +22,7 @@ from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_rows import CacheFiller
 
-MEASURED = 32
+STEPS_BETWEEN_COUNTS = 32
 """Steps of rows after which bytes are counted again: forked caches share memory, and copy what they change."""
 
 
@@ -172,7 +172,7 @@ class RankWorker:
         cache_ids, tokens = zip(*rows, strict=True)
         logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
         self.steps += 1
-        if grows or self.steps % MEASURED == 0:
+        if grows or self.steps % STEPS_BETWEEN_COUNTS == 0:
             self.nbytes = self.count_bytes()
         parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
         return parts

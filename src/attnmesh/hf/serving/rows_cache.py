@@ -92,9 +92,9 @@ class RowsLayer(ShardedLayer):
         """Return the number of cached tokens of the longest row."""
         return self.rows_kv.length
 
-    def attend(self, q: Tensor, **layer: Any) -> Tensor:
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache."""
-        return self.cache.attend_rows(q, self.rows_kv, **layer)
+        return self.cache.attend_rows(q, self.rows_kv, **options)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return False: all rows have tokens, as one without is computed alone."""
@@ -155,16 +155,16 @@ class RowsCache(ShardedCache):
         """Return the number of cached tokens of the longest row."""
         return max(cache.get_seq_length(layer_idx) for cache in self.rows)
 
-    def attend_rows(self, q: Tensor, kv: RowsKV, **layer: Any) -> Tensor:
+    def attend_rows(self, q: Tensor, kv: RowsKV, **options: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache.
 
         All rows are one step. Rows of fewer tokens get padding before their queries, whose outputs are dropped. Where
         padding could see tokens that a cache has forgotten or never had, rows of equally many tokens are a step.
         """
         for name in ("selected", "partial", "distance_bias"):
-            more = layer.pop(name, None)
+            more = options.pop(name, None)
             assert more is None, f"models with {name}= are decoded a row at a time"
-        options = {**self.decode_options(q), **layer}
+        options = {**self.decode_options(q), **options}
         if max(self.row_tokens) == 1:
             return decode_rows(q, kv.caches, **options)
         queries = self.row_tokens.split(q)
