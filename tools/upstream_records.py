@@ -84,7 +84,7 @@ def page() -> str:
     """Return the page on families, with the table of their files."""
     lines = ["| file | types | what they have |", "|---|---|---|"]
     for each in iter_modules([str(FILE.parent)]):
-        module = import_module(f"{family.ROOM}.{each.name}")
+        module = import_module(f"{family.FAMILIES_PACKAGE}.{each.name}")
         if hasattr(module, "FAMILIES"):
             kinds = ", ".join(f"`{one.type}`" for one in module.FAMILIES)
             lines.append(f"| `{each.name}.py` | {kinds} | {str(module.__doc__).splitlines()[0]} |")

@@ -11,7 +11,7 @@ from attnmesh.runtime.world import cached_per_world
 
 
 def announce_comparison(mesh: RankMesh) -> None:
-    """Publish in mailboxes that this rank begins to compare its call.
+    """Tell peers, in mailboxes, that this rank compares its call.
 
     If rank A compares its call while rank B waits in a merge for a message of A, that message never comes. B sees what
     A has published, raises `CallsDifferError`, and compares too.
