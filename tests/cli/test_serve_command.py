@@ -133,10 +133,10 @@ def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
     thread = threading.Thread(target=lambda: texts.append(command.complete(max_tokens=40)))
     thread.start()
     figures = f"{command.url}/metrics"
-    until(lambda: b"attnmesh_open_requests 1.0" in urlopen(figures, timeout=30).read())
+    until(lambda: b"attnmesh_prompt_tokens_total 0.0" not in urlopen(figures, timeout=30).read())
     command.process.send_signal(number)
     thread.join(60)
-    assert len(texts) == 1  # the open request was answered in whole
+    assert len(texts) == 1  # the accepted request was answered in whole
     code = command.end()
     assert code == (130 if number == signal.SIGINT else 128 + signal.SIGTERM), command.lines
     assert "Traceback" not in "".join(command.lines)

@@ -57,7 +57,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "point", ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "append"]
+    "point", ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "native_append"]
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_any_point_of_a_change_leaves_a_whole_state(
@@ -97,7 +97,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 
 @pytest.mark.parametrize(
     "point",
-    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "append"]
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "native_append"]
     + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])
