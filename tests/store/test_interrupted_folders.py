@@ -97,8 +97,8 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 
 @pytest.mark.parametrize(
     "point",
-    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "native_append"]
-    + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written"]
+    + ["native_append", "FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_a_cache_goes_on_after_an_interrupt(
