@@ -1,1 +1,1 @@
-"""What one rank checks of its own arguments. Nothing is sent."""
+"""Checks of a rank's own arguments. Nothing is sent."""

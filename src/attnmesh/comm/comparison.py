@@ -1,4 +1,4 @@
-"""What mailboxes do for a comparison of calls: announce it, and drop messages where calls have differed."""
+"""Comparisons of calls in mailboxes: they are announced, and messages of calls that differed are dropped."""
 
 from collections.abc import Sequence
 

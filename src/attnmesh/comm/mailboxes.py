@@ -99,7 +99,7 @@ FIELDS, OPERATION = struct.Struct("2P6q"), struct.Struct("3q")
 
 
 class OperationKind(IntEnum):
-    """What a native call does with a box, as in `mailbox.cpp`."""
+    """Work of a native call on a box, as in `mailbox.cpp`."""
 
     SEND = 0  # put the message into it
     COPY = 1  # take a message

@@ -33,7 +33,7 @@ from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 Verdict = bool | Tensor | None
-"""What a merge finds of the ranks' calls. If they are equal: True, or a checksum whose sum is 0. None on one rank."""
+"""Result of the comparison of calls in a merge. If they are equal: True, or a checksum whose sum is 0. None on one rank."""
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class PreparedStep:
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if spec.heads_axis.size > 1:
-            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in an `TransportMergedStep`
+            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in a `TransportMergedStep`
             out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
         return out, verdict
 

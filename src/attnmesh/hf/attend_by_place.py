@@ -25,7 +25,7 @@ from attnmesh.mesh_attention.prompt import attend_prompt
 
 
 class Weighting(NamedTuple):
-    """What weighs keys in a layer, beside queries and keys."""
+    """Mask, scores, sinks and selection of a layer: all that weighs its keys, beside queries and keys."""
 
     mask: Mask
     scores: Scores

@@ -81,7 +81,7 @@ INDEXED = {"indexed_attention": LayerKind(indexed=True)}
 
 
 PLAIN_LAYER = LayerKind()
-"""What the layers of an unknown kind count as."""
+"""Kind that layers of an unknown kind count as."""
 
 KNOWN: Mapping[str, LayerKind] = {**ATTENDING, **RECURRENT, **INDEXED}
 """Kinds of layers that several families have."""

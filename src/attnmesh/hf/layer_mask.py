@@ -103,7 +103,7 @@ SAME_PLACES, ONE_PROMPT = (
 """Error about images whose tokens see each other, in sequences of a prompt; and the error's fix."""
 
 SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
-"""What errors expect of masks of images."""
+"""Words of errors: the masks of images that are expected."""
 
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""

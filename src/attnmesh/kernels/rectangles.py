@@ -39,7 +39,7 @@ MIN_RUN = 64
 
 
 class RowKind(IntEnum):
-    """What the rows of a run see, by the link between each two neighbours. A tensor holds kinds as numbers."""
+    """Keys that the rows of a run see, by the link between each two neighbours. A tensor holds kinds as numbers."""
 
     FULL = 0  # the same keys
     CAUSAL = 1  # the later row sees one key more

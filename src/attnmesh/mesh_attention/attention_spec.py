@@ -78,7 +78,7 @@ def make_spec(
     """Return the spec, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
     `tokens` counts queries and keys of all ranks together. `tokens_by_shard` counts those of each shard; it is empty
-    where ranks have not told each other.
+    where ranks have not exchanged their counts.
 
     Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries.
     """

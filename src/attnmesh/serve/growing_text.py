@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 Reader = Generator[Any, None, T]
-"""What a reader yields: None where it needs more text, else a part of an answer that is certain."""
+"""Result that a reader yields: None where it needs more text, else a part of an answer that is certain."""
 
 DEPTH = 64
 """Lists and objects inside each other, at most, as in bodies of requests."""

@@ -199,7 +199,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def step_kv(self) -> StepKV:
-        """What `reserve_step` has returned."""
+        """Cache or rows that `reserve_step` has returned."""
         return self.cached
 
     def attend(self, q: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What layers of a cache need of the cache, and what attention needs of a layer's keys."""
+"""Protocols: what layers need of their cache, and what attention needs of a layer's keys."""
 
 from typing import Any, Protocol
 

@@ -128,7 +128,7 @@ class PositionShift(NamedTuple):
     text_start: int
     """The first token after all images."""
     shift: int
-    """What is added to the place of a token after all images, to get its position."""
+    """Difference that is added to the place of a token after all images, to get its position."""
 
 
 NO_SHIFT = PositionShift(0, 0)

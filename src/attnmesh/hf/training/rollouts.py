@@ -42,9 +42,9 @@ class MeshRollouts:
     model_wrapped: Any
     processing_class: Any
     own_seed = True
-    """Whether TRL gives each process a seed of its own."""
+    """True if TRL gives each process a seed of its own."""
     hides_padding = False
-    """Whether TRL computes metrics of tokens after an end."""
+    """True if TRL computes metrics of tokens after an end."""
     upstream: tuple[Upstream, ...] = (ROLLOUTS,)
     """Names of TRL that are overridden, called or replaced."""
 
