@@ -33,7 +33,7 @@ from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 Verdict = bool | Tensor | None
-"""Result of the comparison of calls in a merge. If they are equal: True, or a checksum whose sum is 0. None on one rank."""
+"""Result of the comparison of calls in a merge: if equal, True or a checksum whose sum is 0. None on one rank."""
 
 
 @dataclass(eq=False)
