@@ -53,7 +53,7 @@ def _measured(request: Request) -> Iterator[Comparison]:
     start = perf_counter()
     hf.prefill(served, ids, cache)
     prefill = perf_counter() - start
-    layer = cache.layers[0].kv
+    layer = cache.layers[0].kv_cache
     width, q_heads = layer.config.head_dim, request.heads[0]
     yield _checked(layer, torch.randn(1, q_heads, 1, width).to(layer.config.dtype))
     yield _saved(served, ids, cache, request)

@@ -96,13 +96,13 @@ def _ours(request: Request, ranks: int) -> Row:
     mesh = init_mesh("cpu", (1, 1, ranks)) if ranks > 1 else None
     cache, mask = hf.ShardedCache(layer.config, mesh), MaskSpec(Causal(), 1, request.tokens, 0)
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "capacity": request.tokens + 16}
-    kv = cache.layers[0].kv = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
-    kv.append(torch.cat((layer.latents, layer.rotated), -1))
+    kv_cache = cache.layers[0].kv_cache = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
+    kv_cache.append(torch.cat((layer.latents, layer.rotated), -1))
     held_bytes = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], RankMesh.of(mesh).axes))
     layer.step(cache, mask)
     seconds, layer.expanded = [], 0
     for _ in range(request.steps):
-        kv.truncate(request.tokens)
+        kv_cache.truncate(request.tokens)
         seconds.append(layer.step(cache, mask))
     name = f"{ranks} rank{'s' * (ranks > 1)}, latents in place"
     return Row(name, Timing.of(seconds), held_bytes / 1e6, layer.expanded // request.steps)

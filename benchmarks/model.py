@@ -189,11 +189,13 @@ def _one_process(request: Request, title: str, with_attnmesh: bool) -> list[Meas
 class _RingCache(hf.ShardedCache):
     """Cache that decodes single tokens by ring."""
 
-    def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: KVCache, **layer: Any) -> Tensor:
         if q.shape[2] > 1 or layer["softcap"] is not None:
-            return super().attend(q, kv, **layer)
-        counts = [kv.own_shard.block_cyclic.count(rank, kv.length) for rank in range(kv.token_axis.size)]
-        held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
+            return super().attend(q, kv_cache, **layer)
+        counts = [
+            kv_cache.own_shard.block_cyclic.count(rank, kv_cache.length) for rank in range(kv_cache.token_axis.size)
+        ]
+        held = [x[:, :, : kv_cache.used].contiguous() for x in (kv_cache.keys, kv_cache.values)]
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
 

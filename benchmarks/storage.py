@@ -128,10 +128,10 @@ def _stock(model: Any, rounds: Rounding, keys: Keys, ids: Tensor) -> Tensor:
 
 
 def _ours(model: Any, storage: str | None, keys: Keys, ids: Tensor) -> Tensor:
-    cache, kvs = hf.ShardedCache(model.config, storage=storage), []
+    cache, kv_caches = hf.ShardedCache(model.config, storage=storage), []
     for k, v in keys:
         batch, heads, tokens, width = k.shape
-        kv = KVCache(
+        kv_cache = KVCache(
             None,
             batch=batch,
             kv_heads=heads,
@@ -140,9 +140,9 @@ def _ours(model: Any, storage: str | None, keys: Keys, ids: Tensor) -> Tensor:
             dtype=k.dtype,
             storage=storage,
         )
-        kv.append(k, v)
-        kvs.append(kv)
-    cache._set_kvs(kvs)
+        kv_cache.append(k, v)
+        kv_caches.append(kv_cache)
+    cache._set_kv_caches(kv_caches)
     logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits[0]
     return logits
 

@@ -68,4 +68,4 @@ def test_beams_of_a_cache_whose_save_is_writing(tmp_path: Path) -> None:
     saving = cache.save(tmp_path, wait=False)
     cache.batch_repeat_interleave(3)
     saving.wait()
-    assert cache.layers[0].kv.config.batch == 3
+    assert cache.layers[0].kv_cache.config.batch == 3

@@ -31,8 +31,8 @@ def select_on_gpu(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     wrong = INDICES.clone()
     wrong[0, 0, 0, 1], wrong[1, 0, 0, 1] = 24, 19
     with torch.no_grad():
-        for kv, keys in ((cache, index), (cache.fork(), index.fork())):
-            found += [am.decode(q, kv, selected=am.Selection(x.cuda())).cpu() for x in (INDICES, wrong)]
+        for kv_cache, keys in ((cache, index), (cache.fork(), index.fork())):
+            found += [am.decode(q, kv_cache, selected=am.Selection(x.cuda())).cpu() for x in (INDICES, wrong)]
             found.append(top_k_tokens(keys, lambda k, given: given[0] @ k.mT, [q[:, 0]], 30).cpu())
     return found
 

@@ -105,7 +105,7 @@ def generate_in_two_tiers(gpu: EmulatedGPU) -> list[int]:
                 found.append(int(token))
                 place = torch.full((1, 1), cache.get_seq_length()).cuda()
                 logits = model(token, past_key_values=cache, position_ids=place).logits
-    assert cache.kvs[0].own_shard.earlier_tokens > 0
+    assert cache.kv_caches[0].own_shard.earlier_tokens > 0
     return found
 
 
@@ -132,7 +132,7 @@ def reopen_folder(gpu: EmulatedGPU, folder: Path) -> Reopened:
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()
             logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
-            devices |= {kv.own_shard.stored[0].device.type for kv in cache.kvs}
+            devices |= {kv_cache.own_shard.stored[0].device.type for kv_cache in cache.kv_caches}
             cache.tokens = part.cpu()
             cache.flush()
             del cache

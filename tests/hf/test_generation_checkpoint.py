@@ -331,7 +331,7 @@ def continues_after_interrupted_layer(length: int) -> bool:
     with pytest.raises(KeyboardInterrupt):
         hf.generate(model, ids, cache=cache, max_new_tokens=length, do_sample=False)
     handle.remove()
-    assert len({layer.kv.length for layer in cache.layers}) > 1
+    assert len({layer.kv_cache.length for layer in cache.layers}) > 1
     made = hf.generate(model, cache.tokens, cache=cache, max_new_tokens=length, do_sample=False)
     return torch.equal(made, hf.generate(model, ids, max_new_tokens=length, do_sample=False))
 

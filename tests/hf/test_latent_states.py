@@ -218,7 +218,7 @@ def continue_saved_and_copied(folder: Path, shape: Shape) -> list[list[list[int]
     cache = hf.ShardedCache(small.config, mesh, capacity=200)
     cache.restore(folder)
     caches = [cache, deepcopy(cache), hf.ShardedCache.recover(deepcopy(cache), small.config, mesh, capacity=200)]
-    assert all(each.layers[0].kv.config.values == "prefix" for each in caches)
+    assert all(each.layers[0].kv_cache.config.values == "prefix" for each in caches)
     return [hf.generate(small, prompt(90), cache=each, max_new_tokens=8, do_sample=False).tolist() for each in caches]
 
 
@@ -354,5 +354,5 @@ def test_latents_follow_autocast() -> None:
         cache = hf.ShardedCache(small.config)
         given = hf.generate(small, prompt(40), cache=cache, max_new_tokens=2, do_sample=False)
     small.to(torch.float64)
-    assert cache.layers[0].kv.config.dtype == torch.bfloat16
+    assert cache.layers[0].kv_cache.config.dtype == torch.bfloat16
     assert given.shape == (1, 42)

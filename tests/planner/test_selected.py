@@ -127,7 +127,7 @@ def test_a_cache_holds_the_bytes_that_are_counted() -> None:
     hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
     work = model_size(model.config, "float32", length=length, phase="decode").workload
     stored = [
-        (layer.kv.own_shard.token_bytes, layer.other_kvs["index"].own_shard.token_bytes)
+        (layer.kv_cache.own_shard.token_bytes, layer.other_kv_caches["index"].own_shard.token_bytes)
         for layer in cache.attention_layers
     ]
     assert [sum(column) for column in zip(*stored, strict=True)] == [work.kept_bytes, work.index_bytes]

@@ -116,7 +116,9 @@ def test_a_window_of_a_layer_with_a_state_is_counted_as_one() -> None:
     assert (size.workload.layers, size.workload.kv_heads) == (1, 2)
     assert other_layer_counts(model.config) == {"with windows": 2, "recurrent": 3}
     assert size.window_bytes == 2 * 16 * 2 * 4 * 8 * 4
-    keys = sum(kv.own_shard.token_bytes for kv in cache.kvs)  # beside which the layers keep their states
+    keys = sum(
+        kv_cache.own_shard.token_bytes for kv_cache in cache.kv_caches
+    )  # beside which the layers keep their states
     assert keys == pytest.approx(size.workload.kept_bytes + size.window_bytes, rel=0.1)
 
 

@@ -290,27 +290,27 @@ def partials(dtype: torch.dtype = torch.float32) -> list[am.Partial]:
 
 
 def reserved() -> Tensor:
-    kv = cache(10, capacity=10)
+    kv_cache = cache(10, capacity=10)
     with pytest.raises(errors.ShapeError) as error:
-        kv.append(K[:, :, 10:], V[:, :, 10:])
-    kv.reserve(int(re.search(r"cache.reserve\((\d+)\)", str(error.value))[1]))  # type: ignore[index]
-    kv.append(K[:, :, 10:], V[:, :, 10:])
-    return am.decode(FEW, kv)
+        kv_cache.append(K[:, :, 10:], V[:, :, 10:])
+    kv_cache.reserve(int(re.search(r"cache.reserve\((\d+)\)", str(error.value))[1]))  # type: ignore[index]
+    kv_cache.append(K[:, :, 10:], V[:, :, 10:])
+    return am.decode(FEW, kv_cache)
 
 
 def forked() -> Tensor:
-    kv = cache(LENGTH)
-    return am.decode_rows(Q[:, :, -1:].expand(2, -1, -1, -1), [kv, kv.fork()])
+    kv_cache = cache(LENGTH)
+    return am.decode_rows(Q[:, :, -1:].expand(2, -1, -1, -1), [kv_cache, kv_cache.fork()])
 
 
 def gone_back(keep: int) -> Tensor:
     """Append tokens to a cache with a window, go back by 30, and decode the last one."""
     k, v = (torch.cat([x] * 20, 2) for x in (K, V))
-    kv = cache(capacity=240, mask=am.Window(3), keep=keep, block=1)
+    kv_cache = cache(capacity=240, mask=am.Window(3), keep=keep, block=1)
     for token in range(200):
-        kv.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
-    kv.truncate(170)
-    return am.decode(Q[:, :, -1:], kv, mask=kv.config.mask or am.Full())
+        kv_cache.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
+    kv_cache.truncate(170)
+    return am.decode(Q[:, :, -1:], kv_cache, mask=kv_cache.config.mask or am.Full())
 
 
 def last_of_170() -> Tensor:
@@ -319,9 +319,9 @@ def last_of_170() -> Tensor:
 
 
 def appended(**options: Any) -> Tensor:
-    kv = cache(**options)
-    kv.append(K, V)
-    return am.decode(FEW, kv, mask=kv.config.mask or am.Causal())
+    kv_cache = cache(**options)
+    kv_cache.append(K, V)
+    return am.decode(FEW, kv_cache, mask=kv_cache.config.mask or am.Causal())
 
 
 def fail_to_append(*tensors: Any, **options: Any) -> None:
@@ -377,7 +377,7 @@ CACHES = [
     by_fix(
         lambda: cache(LENGTH).reorder([0]),  # type: ignore[arg-type]
         "pass torch.tensor([...])",
-        lambda: (kv := cache(LENGTH)).reorder(torch.tensor([0])) or am.decode(FEW, kv),
+        lambda: (kv_cache := cache(LENGTH)).reorder(torch.tensor([0])) or am.decode(FEW, kv_cache),
         all_but_last,
     ),
     by_fix(
@@ -403,10 +403,10 @@ CACHES = [
 
 
 def paged() -> Tensor:
-    kv = cache(block=4)
+    kv_cache = cache(block=4)
     pools = (x[0].transpose(0, 1).reshape(3, 4, KEY_HEADS, WIDTH) for x in (K, V))
-    kv.append_pages(*pools, torch.arange(3)[None])
-    return am.decode(FEW, kv)
+    kv_cache.append_pages(*pools, torch.arange(3)[None])
+    return am.decode(FEW, kv_cache)
 
 
 def hosts_of_fix() -> bool:

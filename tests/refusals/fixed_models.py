@@ -33,15 +33,15 @@ def switched() -> Tensor:
 
 
 def prefilled(tokens: int = 10) -> hf.ShardedCache:
-    kv = hf.ShardedCache(small_llama().config)
-    hf.prefill(small_llama(), IDS[:, :tokens], kv)
-    return kv
+    cache = hf.ShardedCache(small_llama().config)
+    hf.prefill(small_llama(), IDS[:, :tokens], cache)
+    return cache
 
 
 def cropped() -> Tensor:
-    kv = prefilled()
-    kv.crop(6 - kv.get_seq_length())
-    return generated(cache=kv)
+    cache = prefilled()
+    cache.crop(6 - cache.get_seq_length())
+    return generated(cache=cache)
 
 
 PADDED = (torch.arange(10) >= 3)[None].long()

@@ -68,23 +68,23 @@ def test_errors_can_be_pickled() -> None:
 
 
 def test_a_cache_in_a_folder_has_pages_after_a_fork(tmp_path: Path) -> None:
-    kv = fixed.cache(fixed.LENGTH, folder=tmp_path / "keys")
+    kv_cache = fixed.cache(fixed.LENGTH, folder=tmp_path / "keys")
     with pytest.raises(errors.KernelError, match=r"Fix: call cache.fork\(\) first"):
-        kv.pages()
-    assert kv.fork().pages()
+        kv_cache.pages()
+    assert kv_cache.fork().pages()
 
 
 def test_a_cache_of_several_layers_is_restored_as_its_fix_says(tmp_path: Path) -> None:
     two = families.model("llama", "attnmesh", num_hidden_layers=2)
-    kv = hf.ShardedCache(two.config)
-    hf.prefill(two, fixed_models.IDS, kv)
-    kv.save(tmp_path)
+    kv_cache = hf.ShardedCache(two.config)
+    hf.prefill(two, fixed_models.IDS, kv_cache)
+    kv_cache.save(tmp_path)
     with pytest.raises(errors.StoreError, match=r"Fix: call hf.ShardedCache\(config, mesh\).restore\(path\)"):
         am.KVCache.load(tmp_path, None)
     restored = hf.ShardedCache(two.config, None)
     restored.restore(tmp_path)
-    assert restored.get_seq_length() == kv.get_seq_length()
+    assert restored.get_seq_length() == kv_cache.get_seq_length()
     with pytest.raises(errors.ShapeError, match=r"Fix: pass capacity=9\."):
         hf.ShardedCache(two.config, None).restore(tmp_path, capacity=5)
     restored.restore(tmp_path, capacity=9)
-    assert restored.get_seq_length() == kv.get_seq_length()
+    assert restored.get_seq_length() == kv_cache.get_seq_length()

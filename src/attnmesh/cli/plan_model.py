@@ -186,7 +186,7 @@ def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
 
 def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
-    kv = "" if plan.attention_plan.workload.storage is None else f" --kv {plan.attention_plan.workload.storage}"
+    kv_option = "" if plan.attention_plan.workload.storage is None else f" --kv {plan.attention_plan.workload.storage}"
     start = "attnmesh"
     if plan.ranks > cluster.ranks:
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
@@ -195,7 +195,7 @@ def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster
     model = "MODEL" if name.endswith(".json") else shlex.quote(name)
     mesh = f" --mesh {_mesh(plan)}" if plan.ranks > 1 else ""
     shares = "" if plan.attention_plan.shares is None else f" --shares {','.join(map(str, plan.attention_plan.shares))}"
-    return f"{start} {command} --model {model}{mesh}{shares}{kv}"
+    return f"{start} {command} --model {model}{mesh}{shares}{kv_option}"
 
 
 def _plan_record(plan: ServingPlan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
-from attnmesh.hf.cache.layer_protocols import StepKV
+from attnmesh.hf.cache.layer_protocols import StepCache
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -65,12 +65,12 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.sequence is not None:
         return _prefill(q, pending, weighting, spec.sequence, stores_keys)
-    kv = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.step_kv
-    if kv.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
+    kv_cache = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.step_cache
+    if kv_cache.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
-        first_kv = pending.layer.cached
-        for axis in (first_kv.rank_mesh.heads, first_kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
+        first_cache = pending.layer.cached
+        for axis in (first_cache.rank_mesh.heads, first_cache.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, weighting, None)
@@ -122,7 +122,7 @@ def _prefill(
 ) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     settings = pending.layer.cache.settings
-    kv = pending.layer.reserve(pending, sequence.length, weighting.mask) if stores_keys else pending.layer.cached
+    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask) if stores_keys else pending.layer.cached
     if not sequence.has_prefix:
         scale, softcap, bias = weighting.scores
         options = AttentionOptions(
@@ -150,19 +150,19 @@ def _prefill(
         other_partial = pending.layer.attend_other_keys(q, scale)
         out = attend_prompt(of_prompt, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
     if stores_keys:
-        store_shard(kv, *pending.stored, sequence)
+        store_shard(kv_cache, *pending.stored, sequence)
     return _attend_stored(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 
-def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepKV:
+def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return what holds them."""
-    kv = pending.layer.reserve_step(pending, new, mask)
+    kv_cache = pending.layer.reserve_step(pending, new, mask)
     try:
-        check_cached_padding(kv, spec.token_mask, new, mask)
+        check_cached_padding(kv_cache, spec.token_mask, new, mask)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    return kv
+    kv_cache.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    return kv_cache
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, spec: MaskSpec) -> Tensor:

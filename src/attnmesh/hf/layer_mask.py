@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.hf.cache.layer_protocols import StepKV
+from attnmesh.hf.cache.layer_protocols import StepCache
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
@@ -342,16 +342,17 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
         raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
-def check_cached_padding(kv: StepKV, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+def check_cached_padding(kv_cache: StepCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
     """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
-    if token_mask is not None and token_mask.shape[1] != kv.length + new:
-        expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
+    if token_mask is not None and token_mask.shape[1] != kv_cache.length + new:
+        expected, given = f"one of {kv_cache.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
         raise ShapeError(subject, expected, given, fix)
-    if kv.padding is None:
+    if kv_cache.padding is None:
         is_same = token_mask is None or bool(token_mask[:, :-new].all())
     else:
-        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
+        cached_mask = kv_cache.padding.token_mask[:, : kv_cache.length]
+        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], cached_mask)
     if not is_same:
         raise MaskError(subject, "the padding of the cached tokens", "other padding", fix)
     if token_mask is not None and mask != Causal():

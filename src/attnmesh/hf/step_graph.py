@@ -105,7 +105,9 @@ class StepGraph:
         if self.graph is None or not self.room or not self._is_bound_to(step_inputs):
             self.drop()
             self.passes += 1
-            self.room = min((kv.config.capacity - kv.length for kv in self.cache.kvs), default=0)
+            self.room = min(
+                (kv_cache.config.capacity - kv_cache.length for kv_cache in self.cache.kv_caches), default=0
+            )
             if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
                 return self.forward(**step_inputs)
             if not self.is_watched:
@@ -119,8 +121,8 @@ class StepGraph:
         """Drop the graph. The CPU counts the cache's tokens again."""
         self.graph = self.output = self.bound_to = None
         self.replays = self.room = 0
-        for kv in self.cache.kvs:
-            kv.local_shards.leave_graphs()
+        for kv_cache in self.cache.kv_caches:
+            kv_cache.local_shards.leave_graphs()
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Return whether these are inputs of a step over the cache, of which the caller asks for logits alone."""
@@ -135,7 +137,7 @@ class StepGraph:
             and options.get("return_dict", True)
             and not any(x and name.startswith("output_") for name, x in options.items())
             and not torch.is_grad_enabled()
-            and all(kv.padding is None for kv in self.cache.kvs)
+            and all(kv_cache.padding is None for kv_cache in self.cache.kv_caches)
         )
 
     @staticmethod
@@ -145,7 +147,7 @@ class StepGraph:
 
     def _binding(self, inputs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
-        shards = [kv.own_shard for kv in self.cache.kvs]
+        shards = [kv_cache.own_shard for kv_cache in self.cache.kv_caches]
         memory = [
             x for shard in shards for x in (*shard.stored, shard.earlier_pieces, shard.token_index, shard.device_counts)
         ]
@@ -185,7 +187,7 @@ class StepGraph:
         state = generator.clone_state()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                positions = self.cache.kvs[0].lengths[:, None]
+                positions = self.cache.kv_caches[0].lengths[:, None]
                 self.output = self.forward(**{**inputs, TOKENS: self.ids, POSITIONS: positions})
         except Exception:  # of any kind: the model's own pass raises it again, unless the capture was its cause
             generator.graphsafe_set_state(state)  # PyTorch would go on as if it captured
@@ -210,8 +212,8 @@ class StepGraph:
     def _compare(self, inputs: dict[str, Any]) -> Any:
         """Return the model's own pass, and give up if a replay has other bits."""
         replayed = self._replay(inputs).logits
-        for kv in self.cache.kvs:
-            kv.truncate(kv.length - 1)
+        for kv_cache in self.cache.kv_caches:
+            kv_cache.truncate(kv_cache.length - 1)
         output = self.forward(**inputs)
         self.given_up = not torch.equal(replayed, output.logits)
         return output

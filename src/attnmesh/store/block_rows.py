@@ -23,47 +23,48 @@ WINDOW_STARTS = "floors"
 """Name of the tensor with the `WindowStart` of each layer, in the files of a state."""
 
 
-def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
+def groups_of(kv_caches: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
     """Return the layers that have rows in a block, in groups of the same tokens and key heads.
 
     Layers that keep all tokens come first, then each one that forgets, of which a state alone has rows.
     """
     groups: dict[int, list[int]] = {}
-    for layer, kv in enumerate(kvs):
-        if kv.config.mask is None:
-            groups.setdefault(kv.config.kv_heads, []).append(layer)
-    forgetting = [[layer] for layer, kv in enumerate(kvs) if kv.config.mask is not None]
+    for layer, kv_cache in enumerate(kv_caches):
+        if kv_cache.config.mask is None:
+            groups.setdefault(kv_cache.config.kv_heads, []).append(layer)
+    forgetting = [[layer] for layer, kv_cache in enumerate(kv_caches) if kv_cache.config.mask is not None]
     return [*groups.values(), *(forgetting if block.is_state else ())]
 
 
-def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
+def name_of_group(kv_caches: Sequence[KVCache], group: Sequence[int]) -> str:
     """Return the name of the tokens of a group in a block."""
-    return TOKEN_INDEX if kvs[group[0]].config.mask is None else f"{TOKEN_INDEX} {group[0]}"
+    return TOKEN_INDEX if kv_caches[group[0]].config.mask is None else f"{TOKEN_INDEX} {group[0]}"
 
 
-def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
+def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
     """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
 
     With `is_apart` each rank writes a file. That of a rank without tokens has `HEADS` alone.
     """
     rows: dict[str, Tensor] = {}
-    for group in groups_of(kvs, block):
-        first = kvs[group[0]]
+    for group in groups_of(kv_caches, block):
+        first = kv_caches[group[0]]
         start = block.start if first.config.mask is None else first.local_shards.first_token()
         bounds = _bounds(first.own_shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
             indices = (*(piece.token_index for piece in first.own_shard.earlier_pieces), first.own_shard.token_index)
-            rows[name_of_group(kvs, group)] = _join(indices, bounds, 0)
+            rows[name_of_group(kv_caches, group)] = _join(indices, bounds, 0)
             for layer in group:
-                shard = kvs[layer].own_shard
+                shard = kv_caches[layer].own_shard
                 held = [*(piece.stored for piece in shard.earlier_pieces), shard.stored]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
-        heads_axis = kvs[0].own_shard.heads_axis if kvs else Axis(1, 0)
+        heads_axis = kv_caches[0].own_shard.heads_axis if kv_caches else Axis(1, 0)
         rows[HEADS] = torch.tensor([heads_axis.index, heads_axis.size], device="cpu")
     if block.is_state:
-        starts = [kv.local_shards.window_start if kv.config.mask is not None else WindowStart() for kv in kvs]
+        layers = [(kv_cache.config.mask, kv_cache.local_shards) for kv_cache in kv_caches]
+        starts = [WindowStart() if mask is None else shards.window_start for mask, shards in layers]
         rows[WINDOW_STARTS] = torch.tensor(starts, dtype=torch.int64, device="cpu").view(-1, 2)
     return rows
 
@@ -100,27 +101,27 @@ class RowMapping(NamedTuple):
 class CacheFiller:
     """Empty caches of a rank, which it fills with rows of blocks, at their block-cyclic slots."""
 
-    kvs: Sequence[KVCache]
+    kv_caches: Sequence[KVCache]
     window_starts: list[WindowStart] = field(default_factory=list)
     """The start of each layer's window, once a state is read."""
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank needs rows of a block. Of a state every rank may need some."""
-        return block.is_state or bool(len(self._own_tokens(groups_of(self.kvs, block)[0], block)))
+        return block.is_state or bool(len(self._own_tokens(groups_of(self.kv_caches, block)[0], block)))
 
     def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
         starts = rows_by_file[0].get(WINDOW_STARTS, torch.empty(0, device="cpu")).tolist()
-        if len(starts) != len(self.kvs):
+        if len(starts) != len(self.kv_caches):
             raise StoreError("load", "a state of each layer", f"{len(starts)}", DAMAGED_FIX)
         self.window_starts = [WindowStart(int(first_token), int(first_query)) for first_token, first_query in starts]
-        for kv, start in zip(self.kvs, self.window_starts, strict=True):
-            kv.local_shards.prepare(block.stop, start)
+        for kv_cache, start in zip(self.kv_caches, self.window_starts, strict=True):
+            kv_cache.local_shards.prepare(block.stop, start)
 
     def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Write this rank's rows of a block. Raise unless the files have each row once, with its dtype and shape."""
-        for group in groups_of(self.kvs, block):
-            first = self.kvs[group[0]]
+        for group in groups_of(self.kv_caches, block):
+            first = self.kv_caches[group[0]]
             needed = self._own_tokens(group, block)
             heads = first.own_shard.heads_axis.slice_of(first.config.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
@@ -134,8 +135,8 @@ class CacheFiller:
 
     def _own_tokens(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
-        shard = self.kvs[group[0]].own_shard
-        forgets = self.kvs[group[0]].config.mask is not None
+        shard = self.kv_caches[group[0]].own_shard
+        forgets = self.kv_caches[group[0]].config.mask is not None
         first = self.window_starts[group[0]].first_token if forgets else block.start
         tokens = torch.arange(first, block.stop, device="cpu")
         return tokens[shard.turn.holds(tokens)]
@@ -144,8 +145,8 @@ class CacheFiller:
         self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
     ) -> RowMapping | None:
         """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
-        shard, config = self.kvs[group[0]].own_shard, self.kvs[group[0]].config
-        token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
+        shard, config = self.kv_caches[group[0]].own_shard, self.kv_caches[group[0]].config
+        token_index = rows.get(name_of_group(self.kv_caches, group), needed[:0])
         head_rank, head_ranks = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
         if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
             raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
@@ -161,8 +162,8 @@ class CacheFiller:
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
-        shard, config = self.kvs[layer].own_shard, self.kvs[layer].config
-        token_index = rows[name_of_group(self.kvs, [layer])]
+        shard, config = self.kv_caches[layer].own_shard, self.kv_caches[layer].config
+        token_index = rows[name_of_group(self.kv_caches, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
             shape = config.batch, mapping.head_count, len(token_index), x.shape[3]
@@ -175,6 +176,6 @@ class CacheFiller:
 
     def finish(self, length: int) -> None:
         """Mark the first `length` tokens as present. Collective."""
-        starts = self.window_starts or [WindowStart()] * len(self.kvs)
-        for kv, start in zip(self.kvs, starts, strict=True):
-            kv.local_shards.mark_present(length, None, start.first_token)
+        starts = self.window_starts or [WindowStart()] * len(self.kv_caches)
+        for kv_cache, start in zip(self.kv_caches, starts, strict=True):
+            kv_cache.local_shards.mark_present(length, None, start.first_token)

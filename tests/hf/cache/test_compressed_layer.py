@@ -132,7 +132,10 @@ def count_entries() -> list[Layer]:
     hf.generate(small, prompt(193), cache=cache, **NEW | {"max_new_tokens": 8})
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     return [
-        Layer(layer.cached.config.mask, [Entries(kv.length, kv.used) for kv in layer.other_kvs.values()])
+        Layer(
+            layer.cached.config.mask,
+            [Entries(kv_cache.length, kv_cache.used) for kv_cache in layer.other_kv_caches.values()],
+        )
         for layer in layers
     ]
 
@@ -195,7 +198,7 @@ def generate_from_restored(folder: Path, ids: list[list[int]], capacity: int | N
     cache.restore(folder)
     assert cache.get_seq_length() == len(ids[0]) - 1
     if capacity is not None:
-        assert [kv.config.capacity for kv in cache.kvs] == [capacity, capacity, 15, 15, capacity, 8]
+        assert [kv_cache.config.capacity for kv_cache in cache.kv_caches] == [capacity, capacity, 15, 15, capacity, 8]
     out: Tensor = hf.generate(small, torch.tensor(ids), cache=cache, **NEW)
     return out.tolist()
 

@@ -29,13 +29,13 @@ def test_keys_without_ids_stay_and_are_refused_as_a_folder(tmp_path: Path) -> No
     cache = hf.ShardedCache(model.config, folder=tmp_path)
     with torch.no_grad():
         model(prompt(50), past_key_values=cache)
-    held = cache.kvs[0].fork().keys[:, :, :50].clone()
+    held = cache.kv_caches[0].fork().keys[:, :, :50].clone()
     del cache
     with pytest.raises(StoreError, match="expected a folder with the ids of its tokens, given none in"):
         hf.ShardedCache(model.config, folder=tmp_path)
     restored = hf.ShardedCache(model.config)
     restored.restore(tmp_path)
-    assert restored.kvs[0].keys[:, :, :50].equal(held)
+    assert restored.kv_caches[0].keys[:, :, :50].equal(held)
 
 
 def test_a_folder_of_fewer_layers_stays(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_save_of_another_family_leaves_the_cache_as_it_was(
     cache = hf.ShardedCache(model_of(family).config)
     with pytest.raises(StoreError, match="load: expected the states of this model, given"):
         cache.restore(tmp_path)
-    assert not cache.kvs
+    assert not cache.kv_caches
 
 
 def test_another_prompt_has_its_own_ids(tmp_path: Path) -> None:

@@ -82,12 +82,14 @@ def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
     cache = hf.ShardedCache(model.config, hot=9)
     ids = hf.generate(model, prompt(150), cache=cache, **options)
     assert ids.equal(stock.generate(prompt(150), **options))
-    assert {kv.config.hot is None for kv in cache.kvs if kv.config.mask is not None} == {True}
-    assert {kv.config.hot for kv in cache.kvs if kv.config.mask is None} == {9}
+    assert {kv_cache.config.hot is None for kv_cache in cache.kv_caches if kv_cache.config.mask is not None} == {True}
+    assert {kv_cache.config.hot for kv_cache in cache.kv_caches if kv_cache.config.mask is None} == {9}
     cache.save(tmp_path)
     restored = hf.ShardedCache(model.config, hot=9)
     restored.restore(tmp_path)
-    assert {kv.own_shard.earlier_tokens > 0 for kv in restored.kvs if kv.config.mask is None} == {True}
+    assert {
+        kv_cache.own_shard.earlier_tokens > 0 for kv_cache in restored.kv_caches if kv_cache.config.mask is None
+    } == {True}
     longer, options["attention_mask"] = torch.cat((ids, prompt(9)), 1), torch.ones(1, ids.shape[1] + 9).long()
     assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 
@@ -130,7 +132,7 @@ def test_beams_leave_the_newest_tokens_in_the_folder(tmp_path: Path) -> None:
     hf.generate(model, prompt(40), cache=cache, num_beams=3, max_new_tokens=5, do_sample=False)
     del cache
     again = hf.ShardedCache(model.config, folder=tmp_path, hot=16)
-    assert {kv.length for kv in again.kvs} == {39}  # those that the beams share
+    assert {kv_cache.length for kv_cache in again.kv_caches} == {39}  # those that the beams share
 
 
 def test_a_folder_has_the_fewer_of_its_ids_and_its_keys(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_a_folder_has_the_fewer_of_its_ids_and_its_keys(tmp_path: Path) -> None:
     del cache
     cache = hf.ShardedCache(model.config, folder=tmp_path)
     assert cache.get_seq_length() == 17
-    cache.kvs[1].truncate(9)  # as an interrupted forward pass leaves it
+    cache.kv_caches[1].truncate(9)  # as an interrupted forward pass leaves it
     del cache
     cache = hf.ShardedCache(model.config, folder=tmp_path)
     assert cache.get_seq_length() == 9

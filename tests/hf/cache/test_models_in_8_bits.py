@@ -110,7 +110,7 @@ def answer_short_and_latent(shape: Shape, storage: str) -> Answers:
     latent = latent_model()
     cache = hf.ShardedCache(latent.config, mesh, storage=storage)
     of_latents = hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist()
-    assert cache.kvs[0].config.storage == storage
+    assert cache.kv_caches[0].config.storage == storage
     assert cache.held_bytes == 2 * cache.held * (24 + 2)
     return Answers(short, of_latents)
 
@@ -190,11 +190,11 @@ def test_layers_with_short_windows_stay_as_they_are() -> None:
     for windows, wanted in ((None, [None, "int8"]), ("fp8_e4m3", ["fp8_e4m3", "int8"])):
         cache = hf.ShardedCache(model.config, storage="int8", window_storage=windows)
         hf.generate(model, prompt(60), cache=cache, max_new_tokens=2)
-        assert [kv.config.storage for kv in cache.kvs] == wanted
+        assert [kv_cache.config.storage for kv_cache in cache.kv_caches] == wanted
     model = families.model("mistral", "attnmesh", sliding_window=SHORT_WINDOW + 1)
     cache = hf.ShardedCache(model.config, storage="int8")
     hf.generate(model, prompt(60), cache=cache, max_new_tokens=2)
-    assert {kv.config.storage for kv in cache.kvs} == {"int8"}
+    assert {kv_cache.config.storage for kv_cache in cache.kv_caches} == {"int8"}
 
 
 def test_wrong_storages_are_refused() -> None:
@@ -212,7 +212,7 @@ def generate_with_sparse_model(name: str, shape: Shape) -> tuple[list[int], list
     model = sparse_models.model(name, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage="int8")
     found = hf.generate(model, prompt(150), cache=cache, max_new_tokens=10, do_sample=False)
-    return found[0].tolist(), [kv.config.storage for kv in cache.kvs]
+    return found[0].tolist(), [kv_cache.config.storage for kv_cache in cache.kv_caches]
 
 
 @pytest.mark.parametrize(("name", "ranks"), pairs(["deepseek_v32", "qwen4"], [2, 3]))

@@ -35,7 +35,7 @@ def talk_on_shares(family: str, shape: Shape, shares: tuple[float, ...], folder:
     cache = hf.ShardedCache(model.config, mesh, shares=shares)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     turns = [hf.generate(model, prompt(150), cache=cache, **options)]
-    held = cache.layers[-1].kv.used
+    held = cache.layers[-1].kv_cache.used
     length = cache.get_seq_length()
     turns.append(hf.generate(model, torch.cat((turns[0], prompt(90, seed=1)), 1), cache=cache, **options))
     for number, other in enumerate((None, shares)):

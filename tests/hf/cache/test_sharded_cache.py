@@ -27,7 +27,7 @@ def talk_in_turns(shape: Shape) -> list[list[list[int]]]:
     for turn in range(3):
         made = hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False)
         turns.append(made.tolist())
-        assert cache.layers[0].kv.is_block_cyclic
+        assert cache.layers[0].kv_cache.is_block_cyclic
         ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
     ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
     turns.append(hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False).tolist())
@@ -56,7 +56,7 @@ def count_held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
     hf.prefill(model, prompt(length), cache)
-    return [(layer.kv.used, cache.held_bytes) for layer in cache.layers]
+    return [(layer.kv_cache.used, cache.held_bytes) for layer in cache.layers]
 
 
 @pytest.mark.parametrize(("shape", "length"), rotated(SHAPES, [33, 257, 1000], every=3))
@@ -84,7 +84,7 @@ def generate_after_long_prompt(shape: Shape, length: int, reproducible: bool) ->
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
     made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
-    return Dealt(made[0, length:].tolist(), cache.block, cache.layers[0].kv.is_block_cyclic)
+    return Dealt(made[0, length:].tolist(), cache.block, cache.layers[0].kv_cache.is_block_cyclic)
 
 
 @pytest.mark.parametrize(

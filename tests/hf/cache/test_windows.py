@@ -68,7 +68,7 @@ def count_tokens_and_slots(family: str, shape: Shape, windows: bool) -> list[tup
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, windows=windows, block=4)
     hf.generate(model, prompt(1200), cache=cache, max_new_tokens=10, do_sample=False)
-    return [(layer.kv.length, layer.kv.keys.shape[2] - 1) for layer in cache.layers]
+    return [(layer.kv_cache.length, layer.kv_cache.keys.shape[2] - 1) for layer in cache.layers]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
@@ -102,7 +102,7 @@ def catch_error_of_crop(kind: str) -> str:
         cache.crop(-30)
     except errors.InputError as error:
         if kind == "crop":
-            assert {layer.kv.length for layer in cache.layers} == {94}
+            assert {layer.kv_cache.length for layer in cache.layers} == {94}
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -177,8 +177,8 @@ def generate_after_interruption(shape: Shape) -> list[int]:
     cache = hf.ShardedCache(model.config, mesh)
     made = hf.generate(model, prompt(90), cache=cache, max_new_tokens=5, do_sample=False)
     for tokens in (1, 40):  # a step, and a chunk of a prompt
-        kv = cache.layers[0].kv
-        kv.append(*torch.randn(2, 1, 2, tokens, 8).unbind())
+        kv_cache = cache.layers[0].kv_cache
+        kv_cache.append(*torch.randn(2, 1, 2, tokens, 8).unbind())
         made = hf.generate(model, made, cache=cache, max_new_tokens=5, do_sample=False)
     return made.tolist()
 

@@ -151,7 +151,7 @@ def test_what_would_lose_the_images_is_refused(tmp_path: Path) -> None:
     model = model_of("mllama", "attnmesh", DOUBLE)
     cache = hf.ShardedCache(model.config)
     hf.prefill(model, cache=cache, **inputs(ONE))
-    images = cache.held_bytes - sum(kv.own_shard.token_bytes for kv in cache.kvs)
+    images = cache.held_bytes - sum(kv_cache.own_shard.token_bytes for kv_cache in cache.kv_caches)
     assert images == 2 * 4 * 17 * 16 * 8  # keys and values, tiles, features of a tile, values, bytes
     with pytest.raises(errors.KernelError, match="without images of cross-attention"):
         cache.save(tmp_path)

@@ -261,7 +261,9 @@ def reorder_unlike() -> dict[str, bool]:
     hf.prefill(model, prompt(21, batch=2), cache)
 
     def content() -> dict[str, Tensor]:
-        tensors = {f"keys {n}": kv.keys[:, :, : kv.used] for n, kv in enumerate(cache.kvs)} | cache.states
+        tensors = {
+            f"keys {n}": kv_cache.keys[:, :, : kv_cache.used] for n, kv_cache in enumerate(cache.kv_caches)
+        } | cache.states
         assert cache.tokens is not None
         return {name: x.clone() for name, x in {**tensors, "tokens": cache.tokens}.items()}
 

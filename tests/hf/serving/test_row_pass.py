@@ -219,7 +219,7 @@ def check_after_interruption(family: str, ranks: int, lengths: list[int], part: 
     interrupt(model, tokens, caches, part, on_all=on_all)
     logits = hf.decode_rows(model, tokens, caches)
     for row, (length, cache) in enumerate(zip(lengths, caches, strict=True)):
-        assert [kv.length for kv in cache.kvs] == [length + 1] * len(cache.kvs)
+        assert [kv_cache.length for kv_cache in cache.kv_caches] == [length + 1] * len(cache.kv_caches)
         assert cache.tokens.shape[1] == length + 1
         difference = float((logits[row : row + 1] - expected[row]).abs().max())
         assert difference <= FLOAT32_PART * float(expected[row].std())

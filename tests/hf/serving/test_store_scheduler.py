@@ -54,7 +54,7 @@ def keep(store: StoreScheduler, cache_id: int, ids: Any) -> EngineRequest:
     cache: Any = SimpleNamespace(
         cross_layers=[],
         history=SimpleNamespace(is_consistent=True, rope_regime=store._rope(ended)),
-        kvs=[SimpleNamespace(is_block_cyclic=True, config=CONFIG, own_shard=shard)],
+        kv_caches=[SimpleNamespace(is_block_cyclic=True, config=CONFIG, own_shard=shard)],
         block=16,
         get_seq_length=lambda: len(ended.ids),
     )

@@ -336,14 +336,14 @@ def live_with_index_keys(folder: Path, lost: int) -> dict[str, bool]:
     cache.save(folder)
     restored = hf.ShardedCache(small.config, mesh, block=4)
     restored.restore(folder)
-    right["restored lengths"] = [kv.length for kv in restored.kvs] == [66] * 6
+    right["restored lengths"] = [kv_cache.length for kv_cache in restored.kv_caches] == [66] * 6
     right["restore"] = tokens(restored) == expected
     kept = None if torch.distributed.get_rank() == lost else cache
     recovered = hf.ShardedCache.recover(kept, small.config, mesh)
-    right["recovered layers"] = len(recovered.kvs) == 6
+    right["recovered layers"] = len(recovered.kv_caches) == 6
     right["recover"] = tokens(recovered, shorter) == tokens(cache, shorter)
     cache.reset()
-    return right | {"empty after reset": not cache.kvs, "reset": tokens(cache) == expected}
+    return right | {"empty after reset": not cache.kv_caches, "reset": tokens(cache) == expected}
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:

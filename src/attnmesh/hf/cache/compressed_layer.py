@@ -82,7 +82,7 @@ class CompressedLayer(TailLayer):
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
-        first = self.other_kvs[name].length * self.entry_tokens if name in self.other_kvs else 0
+        first = self.other_kv_caches[name].length * self.entry_tokens if name in self.other_kv_caches else 0
         kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
@@ -109,7 +109,7 @@ class CompressedLayer(TailLayer):
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
         """Select the best entries of each query. `operands` are of this rank's tokens."""
-        index = self.other_kvs["indexer"]
+        index = self.other_kv_caches["indexer"]
         seen = self._seen().to(operands[0].device)
         k = min(self.k, index.length)
         last = seen - 1
@@ -133,7 +133,7 @@ class CompressedLayer(TailLayer):
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
-        entries = self.other_kvs["compressor"]
+        entries = self.other_kv_caches["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
         self.new = {}
         return merge_partials(parts) if parts else None

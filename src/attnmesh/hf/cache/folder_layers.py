@@ -40,7 +40,7 @@ class FolderLayers(StoredLayers):
             try:
                 self.folder.write_ids(ids)
             except StoreError as error:
-                device = next((kv.device for kv in self.kvs), torch.device("cpu"))
+                device = next((kv_cache.device for kv_cache in self.kv_caches), torch.device("cpu"))
                 guard = CallGuard(RankMesh.of(self.mesh), device, self.settings.checked)
                 guard.raise_uncompared("ShardedCache tokens", error)
 
@@ -64,8 +64,8 @@ class FolderLayers(StoredLayers):
         """Take the caches and token ids of a folder."""
         folder, layer_configs = opened.path, opened.manifest.configs
         with Agreement(opened.mesh, "ShardedCache folder"):
-            if len(layer_configs) not in (0, self.num_kvs):
-                expected, fix = f"a folder of {self.num_kvs} layers", "pass that of this model, or a new one"
+            if len(layer_configs) not in (0, self.num_kv_caches):
+                expected, fix = f"a folder of {self.num_kv_caches} layers", "pass that of this model, or a new one"
                 raise StoreError("ShardedCache folder", expected, f"{len(layer_configs)} in {folder}", fix)
             ids = opened.read_ids()
             if layer_configs and ids is None:
@@ -74,21 +74,21 @@ class FolderLayers(StoredLayers):
                 raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
         settings = self.settings
         options = {"device": "cpu" if settings.hot is None else None, "checked": settings.checked}  # None: the mesh's
-        room = LayersToLoad(self.num_kvs, settings.capacity, self.tokens_per_key, settings.hot)
-        kvs = [
+        room = LayersToLoad(self.num_kv_caches, settings.capacity, self.tokens_per_key, settings.hot)
+        kv_caches = [
             KVCache(self.mesh, **{**config.arguments(), **options}, folder=FolderLayer(opened, index))
             for index, config in enumerate(room.configs(layer_configs) if layer_configs else ())
         ]
         if ids is None:
             return
-        shortest = min(kv.length for kv in kvs)
+        shortest = min(kv_cache.length for kv_cache in kv_caches)
         if ids.shape[1] == 0 and shortest > 0:
             given, fix = f"no ids of {shortest} tokens in {folder}", "restore it into memory, or fill a new one"
             raise StoreError("ShardedCache folder", "ids of its tokens", given, fix)
-        self._set_kvs(kvs)
+        self._set_kv_caches(kv_caches)
         length = min(ids.shape[1], shortest)
-        for kv in kvs:
-            kv.truncate(length)
+        for kv_cache in kv_caches:
+            kv_cache.truncate(length)
         self.tokens = ids[:, :length]
         self.history = CacheHistory.of(self.tokens, self.config)
 

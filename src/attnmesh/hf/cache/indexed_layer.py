@@ -65,7 +65,9 @@ class IndexedLayer(ShardedLayer):
 
     def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query. `operands` are of the last tokens, the queries."""
-        return top_k_tokens(self.other_kvs["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+        return top_k_tokens(
+            self.other_kv_caches["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block
+        )
 
 
 class PooledLayer(TailLayer, IndexedLayer):
@@ -83,7 +85,7 @@ class PooledLayer(TailLayer, IndexedLayer):
     @property
     def lengths(self) -> Tensor | int:
         """Tokens of each sequence."""
-        return self.other_kvs["index"].lengths if self.other_kvs else 0
+        return self.other_kv_caches["index"].lengths if self.other_kv_caches else 0
 
     def join_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return the rows of the `count` tokens before, then `rows` of all new tokens, (batch, tokens, width).

@@ -12,7 +12,7 @@ from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement, is_capturing
-from attnmesh.hf.cache.layer_protocols import LayersCache, StepKV
+from attnmesh.hf.cache.layer_protocols import LayersCache, StepCache
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -58,7 +58,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
     other_formats: Mapping[str, str] = {}
-    """Names of the caches that the layer makes beside `kv`, and the `values=` of each."""
+    """Names of the caches that the layer makes beside `kv_cache`, and the `values=` of each."""
 
     entry_tokens = 1
     """Tokens for which a key in the caches of `other_formats` stands."""
@@ -70,8 +70,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
         self.cache = cache
-        self.kv: KVCache | None = None
-        self.other_kvs: dict[str, KVCache] = {}
+        self.kv_cache: KVCache | None = None
+        self.other_kv_caches: dict[str, KVCache] = {}
         """Other caches of the layer that have been made, with keys of one head."""
         self.projection: Projection | None = None
         self.latent_widths: tuple[int, int] | None = None
@@ -79,7 +79,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
-        return f"{type(self).__name__}({'empty' if self.kv is None else self.kv})"
+        return f"{type(self).__name__}({'empty' if self.kv_cache is None else self.kv_cache})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: `reserve` allocates, with the number of tokens."""
@@ -106,8 +106,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for `tokens` more, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
-        kv = _cache_to_extend(self.kv, k.shape[0])
-        if kv is None:
+        kv_cache = _cache_to_extend(self.kv_cache, k.shape[0])
+        if kv_cache is None:
             settings = self.cache.settings
             row = mask.max_causal_keys_of(FAR)
             storage = settings.storage if row > SHORT_WINDOW else settings.window_storage
@@ -122,13 +122,13 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 options |= {"mask": Window(row - 1), "keep": settings.keep}
             else:
                 options["hot"] = settings.hot
-            kv = self.kv = self._new_cache(k, tokens, **options)
+            kv_cache = self.kv_cache = self._new_cache(k, tokens, **options)
             self.is_initialized = True
-        elif self.cache.mesh is None and kv.config.hot is not None and kv.device.type != k.device.type:
-            kv.move_hot(k.device)  # a folder was opened before the model's device was known
-        return self._grow_if_full(kv, tokens)
+        elif self.cache.mesh is None and kv_cache.config.hot is not None and kv_cache.device.type != k.device.type:
+            kv_cache.move_hot(k.device)  # a folder was opened before the model's device was known
+        return self._grow_if_full(kv_cache, tokens)
 
-    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepKV:
+    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepCache:
         """Return what `reserve` returns, to store the tokens of a step."""
         return self.reserve(pending, tokens, mask)
 
@@ -137,11 +137,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
         """
-        kv = _cache_to_extend(self.other_kvs.get(name), new.shape[0])
-        if kv is None:
+        kv_cache = _cache_to_extend(self.other_kv_caches.get(name), new.shape[0])
+        if kv_cache is None:
             options["values"] = self.other_formats[name]
-            kv = self.other_kvs[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
-        return self._grow_if_full(kv, keys)
+            kv_cache = self.other_kv_caches[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
+        return self._grow_if_full(kv_cache, keys)
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
         """Return an empty cache with space for `keys` keys of the shape of `new`. Each stands for `per` tokens."""
@@ -154,51 +154,52 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         options["folder"] = self.cache.folder_of(self)
         return KVCache(self.cache.mesh, **options)
 
-    def _grow_if_full(self, kv: KVCache, keys: int) -> KVCache:
+    def _grow_if_full(self, kv_cache: KVCache, keys: int) -> KVCache:
         """Return the cache, grown if it has no space for `keys` more and no fixed capacity."""
-        if self.must_grow(kv, keys):
-            kv.reserve(growth_capacity(kv.length + keys))
-        return kv
+        if self.must_grow(kv_cache, keys):
+            kv_cache.reserve(growth_capacity(kv_cache.length + keys))
+        return kv_cache
 
     @property
     def is_made(self) -> bool:
         """True if the layer has a place for keys."""
-        return self.kv is not None
+        return self.kv_cache is not None
 
     @property
-    def kvs(self) -> list[KVCache]:
+    def kv_caches(self) -> list[KVCache]:
         """The caches of the layer that have been made."""
-        return [kv for kv in (self.kv, *self.other_kvs.values()) if kv is not None]
+        return [kv_cache for kv_cache in (self.kv_cache, *self.other_kv_caches.values()) if kv_cache is not None]
 
     @property
     def token_counts(self) -> list[int]:
         """Tokens in each cache that has a key of each token. An interrupted forward pass leaves them unequal."""
-        return [self.get_seq_length(), *(kv.length for kv in self.other_kvs.values() if self.entry_tokens == 1)]
+        other_caches = self.other_kv_caches.values() if self.entry_tokens == 1 else ()
+        return [self.get_seq_length(), *(kv_cache.length for kv_cache in other_caches)]
 
     @property
     def tokens_per_key(self) -> list[int]:
         """Tokens that a key of each of the layer's caches stands for."""
         return [1, *[self.entry_tokens] * len(self.other_formats)]
 
-    def set_kvs(self, kvs: Sequence[KVCache]) -> None:
+    def set_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
-        self.kv, *other_kvs = kvs
+        self.kv_cache, *other_kv_caches = kv_caches
         self.is_initialized = True
-        self.other_kvs = dict(zip(self.other_formats, other_kvs, strict=True))
+        self.other_kv_caches = dict(zip(self.other_formats, other_kv_caches, strict=True))
 
-    def map_kvs(self, function: Callable[[KVCache], KVCache]) -> None:
+    def map_kv_caches(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""
-        self.kv = None if self.kv is None else function(self.kv)
-        self.other_kvs = {name: function(kv) for name, kv in self.other_kvs.items()}
+        self.kv_cache = None if self.kv_cache is None else function(self.kv_cache)
+        self.other_kv_caches = {name: function(kv_cache) for name, kv_cache in self.other_kv_caches.items()}
 
     @property
     def cached(self) -> KVCache:
         """The layer's cache, which has tokens."""
-        assert self.kv is not None
-        return self.kv
+        assert self.kv_cache is not None
+        return self.kv_cache
 
     @property
-    def step_kv(self) -> StepKV:
+    def step_cache(self) -> StepCache:
         """Cache or rows that `reserve_step` has returned."""
         return self.cached
 
@@ -210,9 +211,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return whether the layer's cache has no tokens but these new ones."""
         return not is_capturing(pending.k.device) and self.cached.length == pending.k.shape[2]
 
-    def must_grow(self, kv: KVCache, tokens: int) -> bool:
+    def must_grow(self, kv_cache: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for `tokens` more tokens, and no fixed capacity."""
-        return self.cache.settings.capacity is None and kv.length + tokens > kv.config.capacity
+        return self.cache.settings.capacity is None and kv_cache.length + tokens > kv_cache.config.capacity
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
@@ -226,13 +227,14 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             otherwise, is_compared=None                             this rank raises, as `CallGuard.raise_uncompared`
             otherwise, is_compared=False                            this rank raises
         """
-        kv = _cache_to_extend(self.kv, pending.k.shape[0])
-        if kv is None or is_compared or (self.cache.settings.checked is not False and self.must_grow(kv, tokens)):
+        kv_cache = _cache_to_extend(self.kv_cache, pending.k.shape[0])
+        is_checked = self.cache.settings.checked is not False
+        if kv_cache is None or is_compared or (is_checked and self.must_grow(kv_cache, tokens)):
             Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
-        elif is_compared is None and kv.guard.will_compare("append"):
-            kv.guard.agreement("append").raise_on_all(error)
+        elif is_compared is None and kv_cache.guard.will_compare("append"):
+            kv_cache.guard.agreement("append").raise_on_all(error)
         elif is_compared is None:
-            kv.guard.raise_uncompared("append", error)
+            kv_cache.guard.raise_uncompared("append", error)
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
@@ -241,7 +243,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the number of cached tokens, over all ranks."""
-        return 0 if self.kv is None else self.kv.length
+        return 0 if self.kv_cache is None else self.kv_cache.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys after this query, and the position of the first key."""
@@ -253,22 +255,22 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.kv, self.other_kvs, self.is_initialized, self.projection = None, {}, False, None
+        self.kv_cache, self.other_kv_caches, self.is_initialized, self.projection = None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Their number is given as a negative int, which the cache has checked."""
-        for kv in self.kvs if tokens_to_remove else []:
-            kv.truncate(max(0, kv.length + tokens_to_remove))
+        for kv_cache in self.kv_caches if tokens_to_remove else []:
+            kv_cache.truncate(max(0, kv_cache.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        for kv in self.kvs:
-            kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+        for kv_cache in self.kv_caches:
+            kv_cache.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
 
 
-def _cache_to_extend(kv: KVCache | None, batch: int) -> KVCache | None:
+def _cache_to_extend(kv_cache: KVCache | None, batch: int) -> KVCache | None:
     """Return the cache that new tokens extend; None if a new one is made, also for an empty cache of another batch."""
-    return None if kv is None or (kv.config.batch != batch and not kv.length) else kv
+    return None if kv_cache is None or (kv_cache.config.batch != batch and not kv_cache.length) else kv_cache
 
 
 class TailLayer(ShardedLayer):
@@ -297,16 +299,16 @@ class TailLayer(ShardedLayer):
         self.tensors = {}
 
 
-def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
+def store_shard(kv_cache: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
     if isinstance(sequence.layout, Striped):
         # Without a prefix, only later tokens attend to the cache.
         queries = sequence.length if sequence.has_prefix else 1
-        kv.append_shard(k, v, sequence.positions(), token_mask=sequence.token_mask, queries=queries)
+        kv_cache.append_shard(k, v, sequence.positions(), token_mask=sequence.token_mask, queries=queries)
         return
     keys, values = (x if x is None else unshard(x, sequence.mesh, layout=sequence.layout) for x in (k, v))
     assert keys is not None
-    kv.append(keys, values, token_mask=sequence.token_mask)
+    kv_cache.append(keys, values, token_mask=sequence.token_mask)
 
 
 def growth_capacity(tokens: int) -> int:

@@ -26,14 +26,14 @@ class LayersCache(Protocol):
     def head_ranks(self) -> int:
         """Ranks that split the heads of an output."""
 
-    def attend(self, q: Tensor, kv: KVCache, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache."""
 
     def folder_of(self, layer: CacheLayerMixin) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""
 
 
-class StepKV(Protocol):
+class StepCache(Protocol):
     """The part of a `KVCache` that the tokens of a step need. The caches of several rows have it, too."""
 
     @property

@@ -159,7 +159,7 @@ class ShardedCache(FolderLayers):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first tokens."""
-        sizes = [layer.kv.config.batch for layer in self.attention_layers if layer.kv is not None]
+        sizes = [layer.kv_cache.config.batch for layer in self.attention_layers if layer.kv_cache is not None]
         return next(iter([*sizes, *map(len, self.states.values())]), -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -187,7 +187,7 @@ class ShardedCache(FolderLayers):
 
     def choose_block(self, tokens: int) -> None:
         """Choose the block, if it was not given, by the length of the first prompt."""
-        if self.block_is_free and not self.kvs:
+        if self.block_is_free and not self.kv_caches:
             block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
             self._use(replace(self.settings, block=block))
 
@@ -195,12 +195,12 @@ class ShardedCache(FolderLayers):
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
 
-    def attend(self, q: Tensor, kv: KVCache, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
 
         `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
-        return decode(q, kv, **self.decode_options(q), **options)
+        return decode(q, kv_cache, **self.decode_options(q), **options)
 
     def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
@@ -215,12 +215,13 @@ class ShardedCache(FolderLayers):
     @property
     def held(self) -> int:
         """Tokens of each sequence that this rank holds, in the layer that holds most."""
-        return max((layer.kv.used for layer in self.attention_layers if layer.kv is not None), default=0)
+        return max((layer.kv_cache.used for layer in self.attention_layers if layer.kv_cache is not None), default=0)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(kv.own_shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
+        keys = sum(kv_cache.own_shard.token_bytes for kv_cache in self.kv_caches)
+        keys += sum(layer.held_bytes for layer in self.cross_layers)
         return keys + sum(x.numel() * x.element_size() for x in self.states.values())
 
     @property
@@ -231,9 +232,8 @@ class ShardedCache(FolderLayers):
         if self.irreversible_layers:
             lowest = min(counts) + is_interrupted
         else:
-            lowest = max(
-                (0 if kv.local_shards.serves(0) else kv.local_shards.first_query for kv in self.kvs), default=0
-            )
+            all_shards = [kv_cache.local_shards for kv_cache in self.kv_caches]
+            lowest = max((0 if shards.serves(0) else shards.first_query for shards in all_shards), default=0)
         named = 0 if self.tokens is None else self.tokens.shape[1]
         return HeldTokens(min(counts), named, lowest, is_interrupted)
 
@@ -249,8 +249,8 @@ class ShardedCache(FolderLayers):
         if held.shortest < held.lowest or not held.shortest:
             self.reset()
             return
-        for kv in self.kvs:
-            kv.truncate(held.shortest)
+        for kv_cache in self.kv_caches:
+            kv_cache.truncate(held.shortest)
         self.tokens = None if self.tokens is None else self.tokens[:, : held.named]
         self.history.is_consistent, self.history.lowest = True, held.lowest
 
@@ -272,30 +272,32 @@ class ShardedCache(FolderLayers):
             layers = self.attention_layers
             counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
             return self.history.is_consistent and len(counts) < 2
-        serves = [kv.length >= length and (not length or kv.local_shards.serves(length)) for kv in self.kvs]
-        return not self.irreversible_layers and all(serves)
+        is_long = all(kv_cache.length >= length for kv_cache in self.kv_caches)
+        serves = not length or all(kv_cache.local_shards.serves(length) for kv_cache in self.kv_caches)
+        return not self.irreversible_layers and is_long and serves
 
     def take_back_step(self) -> None:
         """Remove the tokens of an interrupted step of rows. Every rank calls it."""
         length = self.history.rollback_length
         if length is None:
             return
-        for kv in self.kvs:
-            kv.truncate(length)
+        for kv_cache in self.kv_caches:
+            kv_cache.truncate(length)
         self.tokens = None if self.tokens is None else self.tokens[:, :length]
         self.history.is_consistent, self.history.rollback_length = True, None
 
     @property
     def crops_anywhere(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.irreversible_layers and all(kv.local_shards.forget_mask is None for kv in self.kvs)
+        forget_masks = [kv_cache.local_shards.forget_mask for kv_cache in self.kv_caches]
+        return not self.irreversible_layers and all(mask is None for mask in forget_masks)
 
     def restorable_length(self, length: int) -> int:
         """Return `length` if all layers can go back to as many tokens, and 0 if a layer cannot."""
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
-        serves = length >= self.history.lowest and all(kv.local_shards.serves(length) for kv in self.kvs)
-        return length if serves else 0
+        serves = all(kv_cache.local_shards.serves(length) for kv_cache in self.kv_caches)
+        return length if serves and length >= self.history.lowest else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of all layers.
@@ -307,8 +309,8 @@ class ShardedCache(FolderLayers):
             ShapeError: The number is positive, or no int, or a layer has forgotten what it needs there.
         """
         length = self.get_seq_length()
-        kvs = self.kvs
-        with kvs[0].guard.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
+        kv_caches = self.kv_caches
+        with kv_caches[0].guard.agreement("crop", {"by": tokens_to_remove}) if kv_caches else nullcontext():
             if type(tokens_to_remove) is not int or tokens_to_remove > 0:
                 fix = "pass length - cache.get_seq_length() to keep so many tokens"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
@@ -330,8 +332,8 @@ class ShardedCache(FolderLayers):
         """Drop all tokens."""
         if self.folder is None:
             super().reset()
-        for kv in self.kvs:  # caches in a folder stay
-            kv.truncate(0)
+        for kv_cache in self.kv_caches:  # caches in a folder stay
+            kv_cache.truncate(0)
         self.tokens = None  # in a folder, too
         self.history, self._length = CacheHistory(), 0
 
@@ -344,11 +346,11 @@ class ShardedCache(FolderLayers):
         Raises:
             InputError: An index is out of range, or ranks differ. No layer has changed then.
         """
-        kvs = self.kvs
+        kv_caches = self.kv_caches
         # Ranks compare before any layer changes: recurrent layers would be reordered before a later layer raises.
-        with kvs[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
-            for kv in kvs[:1]:
-                check_order(kv.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+        with kv_caches[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kv_caches else nullcontext():
+            for kv_cache in kv_caches[:1]:
+                check_order(kv_cache.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)
@@ -362,11 +364,11 @@ class ShardedCache(FolderLayers):
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            if self.kvs and self.kvs[0].config.batch == 1 and self.kvs[0].saved.at_rest:
+            if self.kv_caches and self.kv_caches[0].config.batch == 1 and self.kv_caches[0].saved.at_rest:
                 if self.folder is not None:
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
-                    layer.map_kvs(KVCache.fork)
+                    layer.map_kv_caches(KVCache.fork)
                 self.folder = None  # the new tokens are in memory
             self.reorder_cache(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
@@ -411,10 +413,12 @@ class ShardedCache(FolderLayers):
         recovered = cls(config, mesh, **options)
         with Agreement(RankMesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
-        kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
+        kv_caches, tokens = ([], None) if cache is None else (cache.kv_caches, cache.tokens)
         # A prefill that is interrupted in its first chunk leaves layers without a cache.
-        is_complete = len(kvs) == recovered.num_kvs
-        recovered._set_kvs(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
+        is_complete = len(kv_caches) == recovered.num_kv_caches
+        recovered._set_kv_caches(
+            recover(kv_caches if is_complete else None, mesh, device=device, **recovered._kv_cache_options)
+        )
         found_tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
         recovered.history = CacheHistory.of(found_tokens, config)
         return recovered
@@ -434,7 +438,7 @@ class ShardedCache(FolderLayers):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """Return an independent cache on the same mesh, for two continuations of one prefix."""
-        return self._copy(lambda kv: deepcopy(kv, memo))
+        return self._copy(lambda kv_cache: deepcopy(kv_cache, memo))
 
     def _copy(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
@@ -444,7 +448,7 @@ class ShardedCache(FolderLayers):
             layer_copy = copy(layer)
             if isinstance(layer, ShardedLayer):
                 layer_copy.cache = copied
-                layer_copy.map_kvs(copy_layer)
+                layer_copy.map_kv_caches(copy_layer)
             if isinstance(layer, (StateLayer, TailLayer)):
                 layer_copy.set_tensors(layer.tensors)
             copied.layers.append(layer_copy)
@@ -469,19 +473,19 @@ def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
         raise KernelError(subject, f"a cache of {layers} layers", given, "pass the config of its model")
 
 
-def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
+def _gather_tokens(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:
     """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv.config.batch:
+    own_ids = torch.zeros(kv_cache.config.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv_cache.config.batch:
         own_ids = tokens
-    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.rank_mesh.axes)]
+    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv_cache.rank_mesh.axes)]
     length = min((n for n in lengths if n), default=0)
-    if not length or length < kv.length:
+    if not length or length < kv_cache.length:
         return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
-    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.rank_mesh.axes)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv_cache.config.batch, length)
+    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv_cache.rank_mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)
+    return torch.tensor(ids, device="cpu").view(kv_cache.config.batch, length).to(kv_cache.device)

@@ -51,9 +51,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, ShardedLayer)]
 
     @property
-    def kvs(self) -> list[KVCache]:
+    def kv_caches(self) -> list[KVCache]:
         """The caches of all layers that have been made."""
-        return [kv for layer in self.attention_layers for kv in layer.kvs]
+        return [kv_cache for layer in self.attention_layers for kv_cache in layer.kv_caches]
 
     @property
     def next_position(self) -> int:
@@ -61,7 +61,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return int(self.get_seq_length()) + (0 if self.history.shift is None else self.history.shift.shift)
 
     @property
-    def num_kvs(self) -> int:
+    def num_kv_caches(self) -> int:
         """The number of the caches of all layers, made or not."""
         return len(self.tokens_per_key)
 
@@ -114,7 +114,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: A layer is empty, the folder cannot be written, or ranks differ.
         """
-        kvs = self.kvs
+        kv_caches = self.kv_caches
         with Agreement(RankMesh.of(self.mesh), "save"):
             check_extra_tensors({} if more is None else more)
             if not self.attention_layers:
@@ -122,7 +122,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
                 raise KernelError("ShardedCache save", expected, "recurrent states alone", "prefill again instead")
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
-            filled = len(kvs) == self.num_kvs and 0 not in counts
+            filled = len(kv_caches) == self.num_kv_caches and 0 not in counts
             if not filled:
                 expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
                 raise ShapeError("ShardedCache save", expected, repr(self.attention_layers[0]), fix)
@@ -132,11 +132,12 @@ class StoredLayers(Cache):  # type: ignore[misc]
             reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
             if reserved:
                 raise StoreError("save more", f"names other than held and {STATES}*", ", ".join(reserved), "rename it")
-        ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
+        is_known = self.tokens is not None and kv_caches[0].length == self.tokens.shape[1]
+        ids = {"held": self.tokens.cpu()} if self.tokens is not None and is_known else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         extra_tensors = {**ids, **states, **(more or {})}
-        differ = self.tokens_per_key != [1] * self.num_kvs
-        return save_layers(kvs, path, extra_tensors=extra_tensors, note=note, wait=wait, lengths_differ=differ)
+        differ = self.tokens_per_key != [1] * self.num_kv_caches
+        return save_layers(kv_caches, path, extra_tensors=extra_tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -154,15 +155,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: The folder has no complete save of a cache of this model, or ranks differ.
         """
-        options = self._kv_options
+        options = self._kv_cache_options
         capacity = self.settings.capacity if capacity is None else capacity
         del options["capacity"]
-        layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.settings.hot)
-        kvs, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
+        layers = LayersToLoad(self.num_kv_caches, capacity, self.tokens_per_key, self.settings.hot)
+        kv_caches, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         names = [name for name in extra_tensors if name.startswith(STATES)]
-        states = {name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names}
+        states = {name.removeprefix(STATES): extra_tensors.pop(name).to(kv_caches[0].device) for name in names}
         self._check_states(states, path)
-        self._set_kvs(kvs)
+        self._set_kv_caches(kv_caches)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
         self.set_states(states)
@@ -172,8 +173,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
-        for kv in self.kvs if self.settings.hot is not None else ():
-            kv.flush()
+        for kv_cache in self.kv_caches if self.settings.hot is not None else ():
+            kv_cache.flush()
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""
@@ -190,30 +191,30 @@ class StoredLayers(Cache):  # type: ignore[misc]
                 expected, fix = "the states of this model", "pass the configuration of the model that was saved"
                 raise StoreError("load", expected, f"{names} of layer {number} in {path}", fix)
 
-    def make_kvs(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
+    def make_kv_caches(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for `tokens` tokens, to be filled. Every rank calls it."""
         capacity = growth_capacity(tokens) if self.settings.capacity is None else self.settings.capacity
-        options = {**self._kv_options, "capacity": capacity, "block": self.settings.block, "device": device}
-        kvs = [KVCache(self.mesh, **{**kv_config.arguments(), **options}) for kv_config in layers]
-        if kvs:
-            self._set_kvs(kvs)
-        return kvs
+        options = {**self._kv_cache_options, "capacity": capacity, "block": self.settings.block, "device": device}
+        kv_caches = [KVCache(self.mesh, **{**cache_config.arguments(), **options}) for cache_config in layers]
+        if kv_caches:
+            self._set_kv_caches(kv_caches)
+        return kv_caches
 
     @property
-    def _kv_options(self) -> dict[str, Any]:
+    def _kv_cache_options(self) -> dict[str, Any]:
         """Options of the `KVCache` of each layer."""
         return {name: getattr(self.settings, name) for name in ("capacity", "checked", "copies", "shares")}
 
-    def _set_kvs(self, kvs: Sequence[KVCache]) -> None:
+    def _set_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
         storage, in_windows = self.settings.storage, self.settings.window_storage
-        storages, allowed = {kv.config.storage for kv in kvs} - {None}, {storage, in_windows} - {None}
+        storages, allowed = {kv_cache.config.storage for kv_cache in kv_caches} - {None}, {storage, in_windows} - {None}
         fits = storages <= allowed and (bool(storages) or storage is None or has_windows(self.config))
         if not fits:
             expected = f"keys stored with {storage=}, as the cache's"
             given = f"storage={next(iter(storages), None)!r}"
             raise KernelError("ShardedCache", expected, given, f"make the cache with {given}")
-        remaining = iter(kvs)
+        remaining = iter(kv_caches)
         for layer in self.attention_layers:
-            layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])
-        self._use(replace(self.settings, block=kvs[0].config.block))
+            layer.set_kv_caches([next(remaining) for _ in layer.tokens_per_key])
+        self._use(replace(self.settings, block=kv_caches[0].config.block))

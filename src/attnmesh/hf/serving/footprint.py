@@ -34,8 +34,8 @@ class Footprint:
     @staticmethod
     def of(cache: ShardedCache) -> "Footprint":
         """Return the footprint of caches like this one."""
-        counts = zip(cache.kvs, cache.tokens_per_key, strict=False)
-        layers = [(kv.config, _place(kv), tokens_per_key) for kv, tokens_per_key in counts]
+        counts = zip(cache.kv_caches, cache.tokens_per_key, strict=False)
+        layers = [(kv_cache.config, _place(kv_cache), tokens_per_key) for kv_cache, tokens_per_key in counts]
         states = sum(x.numel() * x.element_size() for x in cache.states.values())
         return Footprint(layers, states, cache.capacity is None)
 
@@ -60,14 +60,14 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows with `tokens` more tokens, on the rank that holds most."""
     total = 0
     layers = cache.attention_layers
-    if layers and layers[0].kv is not None and not any(layer.other_kvs for layer in layers):
-        layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # layers grow together
+    if layers and layers[0].kv_cache is not None and not any(layer.other_kv_caches for layer in layers):
+        layers = layers if layers[0].must_grow(layers[0].kv_cache, tokens) else []  # layers grow together
     for layer in layers:
-        for kv, tokens_per_key in zip(layer.kvs, layer.tokens_per_key, strict=False):
+        for kv_cache, tokens_per_key in zip(layer.kv_caches, layer.tokens_per_key, strict=False):
             keys = -(-tokens // tokens_per_key)
-            if layer.must_grow(kv, keys):
-                larger = replace(kv.config, capacity=growth_capacity(kv.length + keys))
-                total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.config, *_place(kv))
+            if layer.must_grow(kv_cache, keys):
+                larger = replace(kv_cache.config, capacity=growth_capacity(kv_cache.length + keys))
+                total += shard_bytes(larger, *_place(kv_cache)) - shard_bytes(kv_cache.config, *_place(kv_cache))
     return total
 
 
@@ -89,6 +89,6 @@ def never_fits(needed: int, memory: int) -> TooLong:
     return TooLong("submit ids", f"caches of at most {memory:,} bytes a rank", given, fix)
 
 
-def _place(kv: KVCache) -> Place:
-    most = max(kv.own_shard.block_cyclic.turns, key=lambda turn: turn.width)
-    return most, kv.rank_mesh.heads.size, kv.device
+def _place(kv_cache: KVCache) -> Place:
+    most = max(kv_cache.own_shard.block_cyclic.turns, key=lambda turn: turn.width)
+    return most, kv_cache.rank_mesh.heads.size, kv_cache.device

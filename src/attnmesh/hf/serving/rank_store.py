@@ -78,7 +78,7 @@ class RankStore:
         cache = self.caches[cache_id]
         for block, to_disk in blocks:
             is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank writes a file of its own
-            rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
+            rows = rows_of_block(cache.kv_caches, block, is_apart=is_apart)
             states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}

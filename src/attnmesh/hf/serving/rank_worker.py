@@ -94,9 +94,10 @@ class RankWorker:
         cache.choose_block(opening.tokens)
         cache.history.rope_regime = tuple(opening.rope)
         room = max([opening.tokens, *(block.stop for block, _ in opening.blocks)])
-        kvs = cache.make_kvs([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
+        configs = [CacheConfig.from_code(code) for code in opening.layers]
+        kv_caches = cache.make_kv_caches(configs, room, self.model.device)
         self.caches[opening.cache_id] = cache
-        reading = Reading(cache, CacheFiller(kvs), opening.blocks, self.model.device)
+        reading = Reading(cache, CacheFiller(kv_caches), opening.blocks, self.model.device)
         self.opened_store.begin_reading(opening.cache_id, reading)
         self.nbytes = self.count_bytes()
 
@@ -185,10 +186,9 @@ class RankWorker:
     def count_bytes(self, without: Collection[int] = ()) -> int:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
         caches = [cache for cache_id, cache in self.caches.items() if cache_id not in without]
-        tensors = [x for cache in caches for kv in cache.kvs for x in kv.own_shard.stored]
-        tensors += [
-            x for cache in caches for kv in cache.kvs for part in kv.own_shard.earlier_pieces for x in part.stored
-        ]
+        shards = [kv_cache.own_shard for cache in caches for kv_cache in cache.kv_caches]
+        tensors = [x for shard in shards for x in shard.stored]
+        tensors += [x for shard in shards for piece in shard.earlier_pieces for x in piece.stored]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)

@@ -200,7 +200,7 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
         given = f"another {differing}" if differing is not None else f"one of {len(cache.layers)} layers"
         fix = "make all caches with the same config and options"
         raise KernelError(subject, "caches of one model with the same options", given, fix)
-    if any(kv.padding is not None for kv in cache.kvs):
+    if any(kv_cache.padding is not None for kv_cache in cache.kv_caches):
         raise MaskError(subject, "caches without padding", "padding", "prefill the prompt without its padding")
     if not cache.can_continue:
         expected = "a cache that no error interrupted"

@@ -20,7 +20,7 @@ from attnmesh.decoding.rows import decode_rows
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import PendingKV, ShardedLayer
-from attnmesh.hf.cache.layer_protocols import StepKV
+from attnmesh.hf.cache.layer_protocols import StepCache
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
 from attnmesh.hf.transformers_names import LinearAttentionLayer
@@ -40,8 +40,8 @@ class RowTokens(tuple[int, ...]):
         return 1 + (1 << (max(self) - 2).bit_length()) if max(self) > 1 else 1
 
 
-class RowsKV:
-    """The caches of one layer, one for each row: a `StepKV`."""
+class JoinedCaches:
+    """The caches of one layer, one for each row: a `StepCache`."""
 
     padding = None
 
@@ -53,14 +53,14 @@ class RowsKV:
     @property
     def length(self) -> int:
         """Cached tokens of the longest row."""
-        return max(kv.length for kv in self.caches)
+        return max(kv_cache.length for kv_cache in self.caches)
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Append row r to cache r."""
         keys = self.tokens.split(k)
         values = None if v is None else self.tokens.split(v)
-        for row, kv in enumerate(self.caches):
-            kv.append(keys[row], None if values is None else values[row])
+        for row, kv_cache in enumerate(self.caches):
+            kv_cache.append(keys[row], None if values is None else values[row])
 
 
 class RowsLayer(ShardedLayer):
@@ -75,26 +75,26 @@ class RowsLayer(ShardedLayer):
         self.is_initialized = True
         self.projection = rows[0].projection
         self.latent_widths = rows[0].latent_widths
-        self.rows_kv = RowsKV([row.cached for row in rows], cache.row_tokens)
+        self.joined_caches = JoinedCaches([row.cached for row in rows], cache.row_tokens)
 
-    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepKV:
+    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepCache:
         """Make room in the cache of each row."""
         for row, count in zip(self.rows, self.cache.row_tokens, strict=True):
             row.reserve(pending, count, mask)
-        return self.rows_kv
+        return self.joined_caches
 
     @property
-    def step_kv(self) -> StepKV:
+    def step_cache(self) -> StepCache:
         """The caches of the rows."""
-        return self.rows_kv
+        return self.joined_caches
 
     def get_seq_length(self) -> int:
         """Return the number of cached tokens of the longest row."""
-        return self.rows_kv.length
+        return self.joined_caches.length
 
     def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache."""
-        return self.cache.attend_rows(q, self.rows_kv, **options)
+        return self.cache.attend_rows(q, self.joined_caches, **options)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return False: all rows have tokens, as one without is computed alone."""
@@ -155,7 +155,7 @@ class RowsCache(ShardedCache):
         """Return the number of cached tokens of the longest row."""
         return max(cache.get_seq_length(layer_idx) for cache in self.rows)
 
-    def attend_rows(self, q: Tensor, kv: RowsKV, **options: Any) -> Tensor:
+    def attend_rows(self, q: Tensor, joined_caches: JoinedCaches, **options: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache.
 
         All rows are one step. Rows of fewer tokens get padding before their queries, whose outputs are dropped. Where
@@ -166,16 +166,17 @@ class RowsCache(ShardedCache):
             assert more is None, f"models with {name}= are decoded a row at a time"
         options = {**self.decode_options(q), **options}
         if max(self.row_tokens) == 1:
-            return decode_rows(q, kv.caches, **options)
+            return decode_rows(q, joined_caches.caches, **options)
         queries = self.row_tokens.split(q)
         outs = dict[int, Tensor]()
         longest = self.row_tokens.size
-        whole = all(cache.config.mask is None and cache.length >= longest for cache in kv.caches)
+        whole = all(cache.config.mask is None and cache.length >= longest for cache in joined_caches.caches)
         steps = {count: longest if whole else count for count in self.row_tokens}
         for size in sorted({*steps.values()}):
             rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]
             own = torch.cat([pad(queries[row], (0, 0, size - queries[row].shape[2], 0)) for row in rows])
-            outs.update(zip(rows, decode_rows(own, [kv.caches[row] for row in rows], **options).split(1), strict=True))
+            out = decode_rows(own, [joined_caches.caches[row] for row in rows], **options)
+            outs.update(zip(rows, out.split(1), strict=True))
         return torch.cat([outs[row][:, :, -count:] for row, count in enumerate(self.row_tokens)], 2)
 
     def finish(self) -> None:

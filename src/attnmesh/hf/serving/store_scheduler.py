@@ -148,7 +148,7 @@ class StoreScheduler:
         if (
             cache.history.is_consistent
             and cache.history.rope_regime == self._rope(request)
-            and all(kv.is_block_cyclic for kv in cache.kvs)
+            and all(kv_cache.is_block_cyclic for kv_cache in cache.kv_caches)
         ):
             ids = request.ids
             held = cache.get_seq_length() - rejected
@@ -190,7 +190,8 @@ class StoreScheduler:
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache that is to be stored; None if there is none, or no room for it now."""
         cache = self.worker.caches[saving.cache_id]
-        whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.config.mask is None for kv in cache.kvs) else 0
+        keeps_all = any(kv_cache.config.mask is None for kv_cache in cache.kv_caches)
+        whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if keeps_all else 0
         if saving.stored_tokens < 0:
             self._note_layers(cache)
         if self.stopped:  # `_note_layers` may have found the disk full
@@ -223,7 +224,7 @@ class StoreScheduler:
 
     def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the number of files of a block. With unequal shares of tokens each rank writes one."""
-        even = all(kv.own_shard.block_cyclic.is_even for kv in cache.kvs)
+        even = all(kv_cache.own_shard.block_cyclic.is_even for kv_cache in cache.kv_caches)
         return self.worker.mesh.heads.size if even else self.worker.mesh.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
@@ -257,19 +258,20 @@ class StoreScheduler:
 
     def _token_bytes(self, cache: ShardedCache) -> int:
         """Return the bytes of a token on all ranks, in layers that keep all tokens."""
-        return 8 + sum(_row_bytes(kv.config) for kv in cache.kvs if kv.config.mask is None)
+        return 8 + sum(_row_bytes(kv_cache.config) for kv_cache in cache.kv_caches if kv_cache.config.mask is None)
 
     def _state_bytes(self, cache: ShardedCache, block: StoredBlock) -> int:
         """Return the bytes of a state on all ranks."""
         rows = (block.stop - block.start) * self._token_bytes(cache)
-        forgetting = [kv for kv in cache.kvs if kv.config.mask is not None]
-        rows += sum((kv.length - kv.local_shards.first_token()) * (_row_bytes(kv.config) + 8) for kv in forgetting)
+        forgetting = [kv_cache for kv_cache in cache.kv_caches if kv_cache.config.mask is not None]
+        for kv_cache in forgetting:
+            rows += (kv_cache.length - kv_cache.local_shards.first_token()) * (_row_bytes(kv_cache.config) + 8)
         states = sum(x.nbytes for x in cache.states.values())
-        return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kvs))
+        return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Write the configurations of layers to the folder: a later server makes caches by them before any prompt."""
-        layers = [replace(kv.config, batch=1, capacity=1, block=1) for kv in cache.kvs]
+        layers = [replace(kv_cache.config, batch=1, capacity=1, block=1) for kv_cache in cache.kv_caches]
         if layers != self.layers:
             self.layers = layers
             try:
