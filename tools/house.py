@@ -214,6 +214,17 @@ def unnamed_collectives(trees: dict[str, ast.Module]) -> Found:
     return found
 
 
+def misnamed_checks(trees: dict[str, ast.Module]) -> Found:
+    """Return functions called `check_` that return a value, and those called `checked_` that return none."""
+    found = []
+    for name, function in _functions(trees):
+        beginning = function.name.lstrip("_").partition("_")[0]
+        returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
+        if beginning == ("checked" if returns_none else "check"):
+            found.append(f"{name}: {function.name}")
+    return found
+
+
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
@@ -228,6 +239,7 @@ COUNTS = {
     "folders of a room that import each other": (folder_cycles, 0),
     "names of model families in hf outside of their records": (named_families, 0),
     "reads of fields of Mask outside of its file": (mask_fields_read, 0),
+    "functions called check_ that return a value, or checked_ that return none": (misnamed_checks, 0),
     "functions that are collective once, and are not called agreed_ or agree_on_": (unnamed_collectives, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""

@@ -156,7 +156,7 @@ def type_and_shape(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
+def checked_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
     """Return value as an int, or raise unless it is a whole number of at least `least`, of any integer type."""
     try:
         count = value if isinstance(value, int) else operator.index(value)
@@ -167,7 +167,7 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
-def check_int(subject: str, number: int, least: int, fix: str) -> int:
+def checked_int(subject: str, number: int, least: int, fix: str) -> int:
     """Return the number, or raise unless it is an int of Python of at least `least`: JSON has no other integers."""
     if type(number) is not int or number < least:
         raise ShapeError(subject, f"a whole number, {least} or more", repr(number), fix)

@@ -79,6 +79,19 @@ FOUND = {
         },
         "comm.two: _make_group",
     ),
+    "checks": (
+        house.misnamed_checks,
+        {
+            "core.one": "def check_it(x) -> None: ...\ndef checked_it(x) -> int: ...\ndef checksum(x) -> int: ...",
+            "core.two": "class A:\n    def _check_it(self) -> int: ...",
+        },
+        "core.two: _check_it",
+    ),
+    "checks without a value": (
+        house.misnamed_checks,
+        {"core.one": "def checked_it(x) -> None: ..."},
+        "core.one: checked_it",
+    ),
     "rooms": (
         house.shadowed_rooms,
         {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},

@@ -21,7 +21,7 @@ from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.shares import check_shares
+from attnmesh.mesh.shares import checked_shares
 from attnmesh.runtime.tensors import Tensors
 
 
@@ -432,10 +432,10 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     return keepers
 
 
-def check_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
+def checked_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
     """Return the shares, None for even ones and for "auto". Raise unless tokens can be placed on `ranks` ranks."""
     check_copies(copies, ranks)
-    return check_shares(subject, shares, ranks)
+    return checked_shares(subject, shares, ranks)
 
 
 def check_even_shares(subject: str, shares: object, *, even: bool) -> None:

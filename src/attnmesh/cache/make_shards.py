@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards, check_placement
+from attnmesh.cache.local_shards import LocalShards, checked_placement
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.comm.transport import agreed_transport
@@ -61,7 +61,7 @@ def check_shards(
     folder: str | Path | FolderLayer | None,
 ) -> None:
     """Raise unless `ranks` ranks can have the shards of a cache with these options."""
-    check_placement("KVCache", copies, shares, ranks)
+    checked_placement("KVCache", copies, shares, ranks)
     if config.hot is not None and copies != 1:
         raise KernelError("KVCache hot", "one rank of each token", f"copies={copies}", "leave copies out, or hot")
     if folder is None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attnmesh.core.packing import pack_documents
 from attnmesh.core.turns import Turn, turns
-from attnmesh.errors import LayoutError, check_count
+from attnmesh.errors import LayoutError, checked_count
 
 
 class Layout(Hashable, Protocol):
@@ -61,7 +61,7 @@ class Contiguous:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the run of shard `index`; see `Layout.positions`."""
-        length, shards, index = _check_range(length, shards, index)
+        length, shards, index = _checked_range(length, shards, index)
         size = -(-length // shards)
         return torch.arange(min(index * size, length), min((index + 1) * size, length), device="cpu")
 
@@ -77,7 +77,7 @@ class Zigzag:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the two chunks of shard `index`; see `Layout.positions`."""
-        length, shards, index = _check_range(length, shards, index)
+        length, shards, index = _checked_range(length, shards, index)
         edges = [chunk * length // (2 * shards) for chunk in range(2 * shards + 1)]
         early = index
         late = 2 * shards - 1 - index
@@ -107,7 +107,7 @@ class Striped:
     def __post_init__(self) -> None:
         fix = "use Striped() for blocks of 1 token, or a larger block"
         if not isinstance(self.block, (tuple, list)):
-            object.__setattr__(self, "block", check_count("Striped block", self.block, fix, error=LayoutError))
+            object.__setattr__(self, "block", checked_count("Striped block", self.block, fix, error=LayoutError))
             return
         widths = _counts("Striped block", self.block, "one a shard")
         if 0 in widths:
@@ -129,7 +129,7 @@ class Striped:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the blocks of shard `index`; see `Layout.positions`."""
-        length, shards, index = _check_range(length, shards, index)
+        length, shards, index = _checked_range(length, shards, index)
         return self.turns(shards)[index].positions(length)
 
 
@@ -155,7 +155,7 @@ class Split:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the run of shard `index`; see `Layout.positions`. The sizes give `length` and `shards`."""
-        index = _check_parts(self, (len(self.sizes), sum(self.sizes)), (shards, length), index)
+        index = _checked_index(self, (len(self.sizes), sum(self.sizes)), (shards, length), index)
         start = sum(self.sizes[:index])
         return torch.arange(start, start + self.sizes[index], device="cpu")
 
@@ -186,11 +186,11 @@ class Packed:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", _counts("Packed documents", self.documents, "one a document"))
-        object.__setattr__(self, "shape", check_shape("Packed shape", self.shape))
+        object.__setattr__(self, "shape", checked_shape("Packed shape", self.shape))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the tokens of shard `index`; see `Layout.positions`. The documents and the shape give the others."""
-        index = _check_parts(self, (math.prod(self.shape), sum(self.documents)), (shards, length), index)
+        index = _checked_index(self, (math.prod(self.shape), sum(self.documents)), (shards, length), index)
         runs = pack_documents(self.documents, *self.shape)[index]
         return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
@@ -234,7 +234,7 @@ def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> N
         raise LayoutError(subject, expected, repr(layout), fix)
 
 
-def check_shape(subject: str, shape: Sequence[int]) -> tuple[int, int, int]:
+def checked_shape(subject: str, shape: Sequence[int]) -> tuple[int, int, int]:
     """Return the ranks along heads, queries and keys as Python ints, or raise unless they are three counts."""
     counts = _counts(subject, shape, "ranks along heads, queries and keys")
     if len(counts) != 3 or 0 in counts:
@@ -256,10 +256,10 @@ def _counts(subject: str, values: Sequence[int], meaning: str) -> tuple[int, ...
     return counts
 
 
-def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, int], index: int) -> int:
+def _checked_index(layout: Layout, expected: tuple[int, int], given: tuple[int, int], index: int) -> int:
     """Return the index, or raise unless shards and tokens are those of the layout's parts."""
     shards, length = given
-    length, shards, index = _check_range(length, shards, index)
+    length, shards, index = _checked_range(length, shards, index)
     if (shards, length) != expected:
         name = type(layout).__name__
         expected_text = "{} shards of {} tokens in all".format(*expected)
@@ -268,7 +268,7 @@ def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, in
     return index
 
 
-def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:
+def _checked_range(length: int, shards: int, index: int) -> tuple[int, int, int]:
     """Return the arguments as Python ints, or raise if one is out of range."""
     if not all(hasattr(value, "__index__") for value in (length, shards, index)):
         given = f"{length!r}, {shards!r}, {index!r}"

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask_drawing import drawn
-from attnmesh.errors import MaskError, check_count, warn_once
+from attnmesh.errors import MaskError, checked_count, warn_once
 
 __all__ = ["Mask", "Full", "Causal", "Window", "Documents", "Chunks", "Spans"]
 
@@ -454,7 +454,7 @@ def Chunks(size: int) -> Mask:
     >>> (am.Causal() & am.Chunks(2)).draw(4)
     ['# . . .', '# # . .', '. . # .', '. . # #']
     """
-    size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
+    size = checked_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
     return _UndirectedMask(chunks=(size,) if size < FAR else ())
 
 
@@ -511,7 +511,7 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
 
 def _count(subject: str, value: int) -> int:
     """Return a number of tokens, at most `FAR`, or raise."""
-    return min(check_count(subject, value, "count the tokens as a Python int", least=0, error=MaskError), FAR)
+    return min(checked_count(subject, value, "count the tokens as a Python int", least=0, error=MaskError), FAR)
 
 
 def _edges_beside(positions: Tensor, inner: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Layout, Packed, check_layout, check_shape
+from attnmesh.core.layout import Layout, Packed, check_layout, checked_shape
 
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Characters of ranks in a drawing. They begin anew after the last."""
@@ -16,7 +16,7 @@ def drawn(visible: Tensor, layout: Layout | None, shape: tuple[int, int, int] | 
     check_layout("draw layout", layout)
     length = len(visible)
     own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
-    heads, query_ranks, key_ranks = own if shape is None else check_shape("draw shape", shape)
+    heads, query_ranks, key_ranks = own if shape is None else checked_shape("draw shape", shape)
     cells = torch.empty(length, dtype=torch.long, device="cpu")
     for shard in range(heads * query_ranks * key_ranks):
         cells[layout.positions(length, heads * query_ranks * key_ranks, shard)] = shard % (query_ranks * key_ranks)

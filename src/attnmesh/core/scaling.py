@@ -19,7 +19,7 @@ class Scaling(NamedTuple):
     @staticmethod
     def of(subject: str, scale: float | None, softcap: float | None, dim: int) -> "Scaling":
         """Return the checked scale and soft cap of queries of this width, or raise."""
-        return Scaling(check_scale(subject, scale, dim), check_softcap(subject, softcap))
+        return Scaling(checked_scale(subject, scale, dim), checked_softcap(subject, softcap))
 
     @property
     def capped(self) -> bool:
@@ -71,7 +71,7 @@ def bias_columns(q: Tensor, dim: int) -> int:
     return q.shape[-1] - dim
 
 
-def check_softcap(subject: str, softcap: float | None) -> float:
+def checked_softcap(subject: str, softcap: float | None) -> float:
     """Return the soft cap; inf for None. Its size must fit in float32, which kernels use."""
     if softcap is None:
         return math.inf
@@ -82,7 +82,7 @@ def check_softcap(subject: str, softcap: float | None) -> float:
     return float(softcap)
 
 
-def check_scale(subject: str, scale: float | None, dim: int) -> float:
+def checked_scale(subject: str, scale: float | None, dim: int) -> float:
     """Return the scale, 1/sqrt(dim) by default. Its size must fit in float32, which kernels use."""
     if scale is None:
         return float(dim**-0.5)

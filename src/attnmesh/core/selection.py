@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.errors import ShapeError, check_count
+from attnmesh.errors import ShapeError, checked_count
 
 NO_INDEX = 2**31 - 1
 """Index that selects nothing, after those of all tokens."""
@@ -48,7 +48,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         fix = "count the keys of an index as a Python int"
-        object.__setattr__(self, "block", check_count("Selection block", self.block, fix))
+        object.__setattr__(self, "block", checked_count("Selection block", self.block, fix))
         if self.block > MAX_INDEX_KEYS:
             expected = f"at most {MAX_INDEX_KEYS} keys an index"
             raise ShapeError("Selection block", expected, f"{self.block}", "select smaller blocks")

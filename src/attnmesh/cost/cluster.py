@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cost.rates import BOUNDLESS, NO_LINK, Device, Link
-from attnmesh.errors import ClusterError, check_choice, check_count
+from attnmesh.errors import ClusterError, check_choice, checked_count
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.late_bound import LateBound
 
@@ -58,7 +58,7 @@ class Cluster:
             raise ClusterError("Cluster", expected, f"{words or self.sources!r:.60}", "pass printable strings")
         for name in ("hosts", "ranks"):
             fix = "pass a positive integer: a single machine is 1 host"
-            count = check_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
+            count = checked_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
             object.__setattr__(self, name, count)
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
             part = getattr(self, name)

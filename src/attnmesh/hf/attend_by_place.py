@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.core.mask import Mask
-from attnmesh.core.scaling import Scores, check_scale
+from attnmesh.core.scaling import Scores, checked_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
@@ -83,7 +83,7 @@ def _attend_stored(q: Tensor, pending: PendingKV, weighting: Weighting, sequence
     """
     latents, layer = pending.projected_latents, pending.layer
     if latents is not None:
-        scale = check_scale(SUBJECT, weighting.scores.scale, q.shape[-1])
+        scale = checked_scale(SUBJECT, weighting.scores.scale, q.shape[-1])
         weighting = weighting._replace(scores=weighting.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
     if sequence is None:

@@ -23,7 +23,7 @@ from attnmesh.hf.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
-from attnmesh.hf.layer_checks import check_and_count, check_traced, compare_weights
+from attnmesh.hf.layer_checks import check_traced, compare_weights, mask_of_call
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
@@ -115,7 +115,7 @@ def _attend_by_spec(
     described = mask.spec() if isinstance(mask, TracedMask) else mask
     if family.adds_bias is None or not family.adds_bias(module):
         others = {**others, "position_bias": bias}  # refused as any unknown argument
-    spec = check_and_count(module, query, key, described, options.dropout, options.window, others)
+    spec = mask_of_call(module, query, key, described, options.dropout, options.window, others)
     selected = spec.selected if options.selection is None else family.read_selection(module, options.selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16

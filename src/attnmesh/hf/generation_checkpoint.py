@@ -18,13 +18,13 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.digest import DIGEST_VALUES, digest
-from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, short, type_and_shape
+from attnmesh.errors import ArgumentError, KernelError, StoreError, checked_count, short, type_and_shape
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.checkpoint_writer import make_writable_folder
-from attnmesh.store.manifest import MANIFEST, check_folder, read_manifest
+from attnmesh.store.manifest import MANIFEST, checked_folder, read_manifest
 
 SUBJECT = "generate checkpoint"
 """First words of errors about checkpoints."""
@@ -77,8 +77,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path, *, every: int = 64) -> None:
-        self.every = int(check_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
-        self.folder = check_folder("Checkpoint", folder)
+        self.every = int(checked_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
+        self.folder = checked_folder("Checkpoint", folder)
         self.note = ""
         self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
         self._saving: Saving | None = None

@@ -47,7 +47,7 @@ def check_traced(module: nn.Module, mask: TracedMask, dropout: float, arguments:
     check_entries(module, None, None, None)
 
 
-def check_and_count(
+def mask_of_call(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
@@ -61,7 +61,7 @@ def check_and_count(
     pending = key if isinstance(key, PendingKV) else None
     try:
         _check_exact(module, mask, dropout, arguments)
-        spec = _check_mask(mask, sliding_window or None)  # some models pass 0 for no window
+        spec = _checked_mask(mask, sliding_window or None)  # some models pass 0 for no window
         check_entries(module, pending, sequence, spec.token_mask if sequence is None else sequence.token_mask)
         if pending is not None:
             _check_cache(pending, spec, query.shape[2], arguments)
@@ -150,7 +150,7 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
         warn_once(f"{SUBJECT}: {cause}, {advice}.")
 
 
-def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+def _checked_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
     subject = f"{SUBJECT} attention_mask"
     if not isinstance(spec, MaskSpec):

@@ -16,7 +16,7 @@ MEMORY_SHARE_OF_KEYS = 0.75
 """Part of a rank's free memory that a cache may take. Weights, activations and other caches need the rest."""
 
 
-def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True) -> tuple[float, ...] | None:
+def checked_shares(subject: str, shares: object, ranks: int, *, auto: bool = True) -> tuple[float, ...] | None:
     """Return the shares as a tuple; None for even shares and for "auto". Raise unless each rank has a positive one."""
     if shares is None or (auto and isinstance(shares, str) and shares == "auto"):
         return None

@@ -29,7 +29,7 @@ def attend_dtensors(
     first = next(x for x in (arguments.q, arguments.k, arguments.v) if isinstance(x, DTensor))
     mesh = RankMesh.of(first.device_mesh)
     try:
-        q, k, v = _check_dtensors(arguments, first, device_mesh)
+        q, k, v = _checked_dtensors(arguments, first, device_mesh)
         check_mask("attention mask", arguments.options.applied_mask)
         check_cross(arguments.options, q.shape[2], k.shape[2], mesh.ranks)
     except InputError as error:
@@ -46,7 +46,7 @@ def attend_dtensors(
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _check_dtensors(arguments: AttentionArguments, first: DTensor, device_mesh: DeviceMesh | None) -> list[DTensor]:
+def _checked_dtensors(arguments: AttentionArguments, first: DTensor, device_mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
     dtensors = []
     for name, x in {"q": arguments.q, "k": arguments.k, "v": arguments.v}.items():

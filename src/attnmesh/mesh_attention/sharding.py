@@ -50,7 +50,7 @@ def shard(
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", applied_mask)
         check_auto("shard", layout, mask, rank_mesh.ranks)
-        dim = _check_dim("shard", x, dim)
+        dim = _checked_dim("shard", x, dim)
         mark = shard_marks().get(id(x))
         if mark is not None and mark.cuts_again(rank_mesh, dim):
             raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
@@ -97,7 +97,7 @@ def unshard(
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", applied_mask)
         check_auto("unshard", layout, mask, rank_mesh.ranks)
-        dim = _check_dim("unshard", x, dim)
+        dim = _checked_dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
             mark.check("unshard", layout, applied_mask, rank_mesh, dim)
         if x.requires_grad:
@@ -185,7 +185,7 @@ def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
         warn_once(f"{same}; leave unshard out if it is whole.")
 
 
-def _check_dim(subject: str, x: Tensor, dim: int) -> int:
+def _checked_dim(subject: str, x: Tensor, dim: int) -> int:
     """Return the dim of the tokens, counted from 0. Raise unless x is a dense tensor that has it."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         check_tensor(subject, x)

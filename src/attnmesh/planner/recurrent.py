@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 
 from attnmesh.errors import ShapeError, check_choice
-from attnmesh.planner.checks import checked_count
+from attnmesh.planner.checks import bounded_count
 
 TRANSITIONS = ("matrix", "diagonal", "scalar")
 """Forms of a recurrent layer's `A` per head."""
@@ -49,7 +49,7 @@ class Recurrent:
     def __post_init__(self) -> None:
         for name in ("heads", "key_dim", "value_dim", "layers", "conv_channels", "conv_width"):
             least = 1 if name in ("layers", "conv_width") else 0
-            object.__setattr__(self, name, checked_count(f"Recurrent {name}", getattr(self, name), least))
+            object.__setattr__(self, name, bounded_count(f"Recurrent {name}", getattr(self, name), least))
         check_choice("Recurrent transition", self.transition, TRANSITIONS, 'pass "matrix"')
         state = (self.heads, self.key_dim, self.value_dim)
         if any(state) != all(state):

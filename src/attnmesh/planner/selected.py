@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from attnmesh.planner.checks import checked_count
+from attnmesh.planner.checks import bounded_count
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Selected:
     def __post_init__(self) -> None:
         for name in ("k", "index_heads", "index_dim", "block", "heads", "layers", "indexers"):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checked_count(f"Selected {name}", given))
+                object.__setattr__(self, name, bounded_count(f"Selected {name}", given))
 
     @property
     def tokens(self) -> int:

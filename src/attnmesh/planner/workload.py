@@ -11,7 +11,7 @@ from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES
 from attnmesh.cost.exchange_cost import LayerWork
 from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, short
-from attnmesh.planner.checks import MAX_COUNT, checked_count
+from attnmesh.planner.checks import MAX_COUNT, bounded_count
 from attnmesh.planner.recurrent import Recurrent
 from attnmesh.planner.selected import Selected
 
@@ -84,7 +84,7 @@ class Workload:
             given = getattr(self, name)
             if given is None and name in ("value_dim", "q_len"):
                 continue
-            object.__setattr__(self, name, checked_count(f"Workload {name}", given))
+            object.__setattr__(self, name, bounded_count(f"Workload {name}", given))
         if self.q_heads % self.kv_heads:
             given = f"{self.q_heads} query heads on {self.kv_heads} key heads"
             raise ShapeError("Workload", "whole groups of query heads", given, "pass the model's head counts")
@@ -114,7 +114,7 @@ class Workload:
         if not (isinstance(latent, (tuple, list)) and len(latent) == 2):
             fix = "pass (kv_lora_rank, qk_rope_head_dim)"
             raise ShapeError("Workload latent", "two numbers of columns", repr(latent), fix)
-        latent_rank, rotated = (checked_count("Workload latent", count) for count in latent)
+        latent_rank, rotated = (bounded_count("Workload latent", count) for count in latent)
         if rotated >= self.head_dim:
             given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
             raise ShapeError("Workload latent", "fewer rotated columns than head_dim", given, fix)
@@ -247,7 +247,7 @@ class Workload:
         >>> Workload(1, 1, 64, 4096, phase="prefill", recurrent=Recurrent(2, 8, 4)).scan_bytes(8, Contiguous())
         2304
         """
-        rounds = (checked_count("scan_bytes ranks", ranks) - 1).bit_length()
+        rounds = (bounded_count("scan_bytes ranks", ranks) - 1).bit_length()
         numbers = sum(kind.layers * kind.map_numbers for kind in self.recurrent_kinds)
         return self.passes * runs_per_shard("scan_bytes", layout) * rounds * self.batch * numbers * self.sum_itemsize
 
@@ -266,7 +266,7 @@ class Workload:
         >>> Workload(1, 1, 64, 4096, phase="prefill", recurrent=short).halo_bytes(8, Contiguous())
         8192
         """
-        peers = min(runs_per_shard("halo_bytes", layout), checked_count("halo_bytes ranks", ranks) - 1)
+        peers = min(runs_per_shard("halo_bytes", layout), bounded_count("halo_bytes ranks", ranks) - 1)
         numbers = sum(kind.layers * kind.halo_numbers for kind in self.recurrent_kinds)
         return self.passes * peers * self.batch * numbers * self.itemsize
 

@@ -58,13 +58,13 @@ class Door:
             await send(message)
 
         try:
-            scope["api_key"] = self._check(scope["path"], Headers(scope=scope))
+            scope["api_key"] = self._allowed_key(scope["path"], Headers(scope=scope))
         except Refused as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
         else:
             await self.app(scope, receive, counted)
 
-    def _check(self, path: str, headers: Headers) -> str:
+    def _allowed_key(self, path: str, headers: Headers) -> str:
         """Return the key of a request; empty if it needs none. Raise if it may not be served."""
         if self.limits.local and not LOCAL_HOST.fullmatch(headers.get("host", "").lower()):
             raise Refused(403, "host: expected a name of this machine. Start the server with --host for others.")

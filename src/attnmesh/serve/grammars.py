@@ -14,7 +14,7 @@ from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.grammar_masks import INSTALL, Grammar, GrammarTokens, has_grammars
 from attnmesh.serve.answer_parts import AnswerFormats, ReasoningMarks
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema_limits import DIVISORS, check_limits
+from attnmesh.serve.schema_limits import DIVISORS, checked_divisors
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
 from attnmesh.serve.tool_schemas import check_schema
@@ -258,7 +258,7 @@ def check_schema_size(asked: AskedGrammar) -> None:
         if properties > MAX_PROPERTIES or characters > MAX_CHARACTERS:
             most = f"{MAX_PROPERTIES:,} properties and {MAX_CHARACTERS:,} characters"
             raise Refused(400, f"{field}: expected at most {most} in all schemas of a grammar", field)
-        divisors += check_limits(field, schema)
+        divisors += checked_divisors(field, schema)
         if divisors > DIVISORS:
             text = f"{field}: expected multipleOf of at most {DIVISORS:,} together in all schemas of a grammar"
             raise Refused(400, text, field)

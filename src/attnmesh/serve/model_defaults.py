@@ -36,10 +36,10 @@ def read_model_defaults(config: GenerationConfig) -> dict[str, Any]:
             given = f"{name} = {str(value)[:60]}"
             raise ModelError("generation_config", expected, given, USE_NO_DEFAULTS)
     values = {name: getattr(config, name, None) for name in SERVED}
-    return {name: _check_default(name, value) for name, value in values.items() if value is not None}
+    return {name: _checked_default(name, value) for name, value in values.items() if value is not None}
 
 
-def _check_default(name: str, value: Any) -> Any:
+def _checked_default(name: str, value: Any) -> Any:
     """Return a value that a request might have, or raise."""
     try:
         return (SAMPLING.get(name) or CHAT["max_tokens"]).read(name, value)

@@ -207,7 +207,7 @@ class SchemaGraph:
                 refuse(f"{field}.patternProperties", f"at most {PATTERN_NAMES}")
 
 
-def check_limits(field: str, schema: Any) -> int:
+def checked_divisors(field: str, schema: Any) -> int:
     """Raise if no grammar can be made of a schema. Return the sum of its divisors."""
     graph = SchemaGraph(field, schema)
     graph.check_levels()

@@ -116,7 +116,7 @@ def split_mesh(
             raise MeshError("split_mesh shape", f"a shape of {mesh.size()} ranks", given, 'pass shape="auto"')
         agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
     # Every rank sends equally many numbers, since the shapes were compared.
-    groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
+    groups = checked_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
     grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
@@ -129,7 +129,7 @@ def with_versions(fields: Mapping[str, object]) -> Mapping[str, object]:
     return {**fields, "versions": versions, HOST_FIELD: gethostname()}
 
 
-def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def checked_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the groups of ranks that the ranks of the world name. Raise unless they cover the world evenly."""
     groups = sorted({tuple(ranks) for ranks in table})
     covers = sorted(rank for ranks in groups for rank in ranks) == list(range(len(table)))

@@ -23,7 +23,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import StoreError
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.locks import take_lock
-from attnmesh.store.manifest import check_folder
+from attnmesh.store.manifest import checked_folder
 from attnmesh.store.private_folder import check_private, make_folders
 from attnmesh.store.tensor_file import (
     DAMAGED_FIX,
@@ -45,7 +45,7 @@ LAYERS_SUFFIX = ".layers.safetensors"
 
 def make_private_folder(path: object) -> Path:
     """Make a folder of this user alone if it is missing, and return it. Raise if others own it, or can write to it."""
-    folder = check_folder(STORE_SUBJECT, path)
+    folder = checked_folder(STORE_SUBJECT, path)
     try:
         make_folders(folder)
         check_private(STORE_SUBJECT, folder)

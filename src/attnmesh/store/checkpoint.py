@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards, check_placement
+from attnmesh.cache.local_shards import LocalShards, checked_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
@@ -33,7 +33,7 @@ from attnmesh.mesh.axes import Axis, RankMesh, intersect
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile
-from attnmesh.store.manifest import MORE, Manifest, check_folder, read_manifest
+from attnmesh.store.manifest import MORE, Manifest, checked_folder, read_manifest
 from attnmesh.store.piece_files import PieceFile, growing_pieces, piece_files, with_length_now
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 from attnmesh.store.token_ids import TOKEN_IDS, TokenIds, ids_in
@@ -154,7 +154,7 @@ def _never_at_rest(path: object) -> StoreError:
 
 def _state_of(path: object) -> FolderState:
     with suppress(StoreError, OSError):
-        folder = check_folder("load", path)
+        folder = checked_folder("load", path)
         manifest = read_manifest(folder)
         if not manifest.growing:
             return (manifest.name,)
@@ -189,7 +189,7 @@ def _checked_layers(
     if fault := device_fault("load", target, device):
         raise fault
     mesh = RankMesh.of(device_mesh)
-    parts = check_placement("load", copies, shares, mesh.queries.size * mesh.keys.size)
+    parts = checked_placement("load", copies, shares, mesh.queries.size * mesh.keys.size)
     share = 0.0 if shares == "auto" else held_part(parts, mesh)
     shard_device = target if to_load.hot is None else torch.device("cpu")
     return read_saved_layers(path, mesh, shard_device, to_load, copies * share)
@@ -206,7 +206,7 @@ def read_saved_layers(
 
     `part` is the part of the tokens that this rank holds, copies included.
     """
-    folder = check_folder("load", path)
+    folder = checked_folder("load", path)
     manifest = with_length_now(folder, read_manifest(folder))
     if to_load.layers not in (None, len(manifest.configs)):
         of_a_model = "pass the configuration of the model that was saved"

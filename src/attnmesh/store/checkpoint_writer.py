@@ -30,7 +30,7 @@ from attnmesh.store.manifest import (
     MORE,
     SAVE_NAME,
     Manifest,
-    check_folder,
+    checked_folder,
     read_manifest,
     save_folders,
     write_manifest,
@@ -40,7 +40,7 @@ from attnmesh.store.private_folder import make_folders
 from attnmesh.store.tensor_file import (
     PART_SUFFIX,
     check_extra_tensors,
-    check_size,
+    checked_size,
     link_or_write,
     sync_folders,
 )
@@ -140,7 +140,7 @@ def _prepare(
     lengths_differ: bool,
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
     """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
-    folder = check_folder("save", path)
+    folder = checked_folder("save", path)
     shards = [layer.own for layer in layers]
     first = shards[0]
     check_extra_tensors(extra_tensors)
@@ -185,7 +185,7 @@ def _next_number(path: Path) -> int:
     with _store_errors(path):
         if os.path.lexists(path / MANIFEST):
             try:
-                return check_size(read_manifest(path).save_number + 1)
+                return checked_size(read_manifest(path).save_number + 1)
             except ValueError as error:
                 given = error.args[2] if isinstance(error, StoreError) else str(error)
                 raise StoreError("save", "a folder of saves, or a new one", given, "pass another folder") from error

@@ -99,7 +99,7 @@ class Journal:
         serial = None
         stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // RECORD_BYTES * RECORD_BYTES])]
-        checks = self._checks([Record(*numbers[:5]) for numbers in fields])
+        checks = self._digests([Record(*numbers[:5]) for numbers in fields])
         for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
             if (check, zero, zero_too) != (right, 0, 0):
                 raise self._damage_error(f"damage at byte {stop}")
@@ -158,12 +158,12 @@ class Journal:
         if not os.fstat(self.handle).st_nlink:
             raise OSError(ENOENT, os.strerror(ENOENT))
         packed = b"".join(
-            RECORD.pack(*record, check, 0, 0) for record, check in zip(records, self._checks(records), strict=True)
+            RECORD.pack(*record, check, 0, 0) for record, check in zip(records, self._digests(records), strict=True)
         )
         if os.pwrite(self.handle, packed, offset) != len(packed):
             raise OSError(ENOSPC, os.strerror(ENOSPC))
 
-    def _checks(self, records: Sequence[Record]) -> list[int]:
+    def _digests(self, records: Sequence[Record]) -> list[int]:
         """Return the digest of each record with the key."""
         keyed = [(self.key, *record) for record in records]
         return digest_each(torch.tensor(keyed, dtype=torch.int64, device="cpu").view(len(keyed), 6)).tolist()

@@ -25,7 +25,7 @@ from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, read_piece, saved_pieces
-from attnmesh.store.manifest import MANIFEST, Manifest, check_folder, read_manifest, write_manifest
+from attnmesh.store.manifest import MANIFEST, Manifest, checked_folder, read_manifest, write_manifest
 from attnmesh.store.piece_files import piece_files
 from attnmesh.store.private_folder import check_private, make_private, take_folder
 from attnmesh.store.token_ids import TokenIds, ids_in
@@ -45,7 +45,7 @@ class KVFolder:
         self.opened_layers = set[int]()
         with self.released_on_error():
             with Agreement(mesh, subject) as agreement:
-                self.path = check_folder(subject, path)
+                self.path = checked_folder(subject, path)
                 if self.is_first:
                     self._take()
                 table = agreement.compare({"folder": str(path)}, payload=[randbits(62)])

@@ -218,7 +218,7 @@ class LastPieceFile:
             self.piece = _map_piece(file, MappedFile(path, private=True), shapes.named(layer))
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
-        self.count = check_filling(path, self.piece, journal)
+        self.count = checked_filling(path, self.piece, journal)
         self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.token_index), strict=True))
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -227,7 +227,7 @@ class LastPieceFile:
         return x[:, :, : self.count].clone() if x.ndim == 4 else x[: self.count].clone()
 
 
-def check_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
+def checked_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
     """Return the rows of the last piece that are tokens. Raise unless they are as they were written."""
     base = journal.records[0].stop
     for _, start, stop, _, digest in journal.records[1:]:

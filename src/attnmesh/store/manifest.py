@@ -11,7 +11,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.window import WindowStart
 from attnmesh.core.mask import FAR
 from attnmesh.errors import StoreError
-from attnmesh.store.tensor_file import DAMAGED_FIX, appearing, check_size, sync_folders
+from attnmesh.store.tensor_file import DAMAGED_FIX, appearing, checked_size, sync_folders
 
 VERSION = 7
 
@@ -110,7 +110,7 @@ class Manifest(NamedTuple):
         return text
 
 
-def check_folder(subject: str, folder: object) -> Path:
+def checked_folder(subject: str, folder: object) -> Path:
     """Return the absolute path of a folder. Raise unless `folder` is a path."""
     path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -172,19 +172,19 @@ def _parse(fields: dict[str, Any]) -> tuple[Manifest, list[list[int]]]:
         configs=(),
         padded=padded,
         has_extra=padded or fields["more"] is True,
-        length=check_size(fields["length"]),
-        head_ranks=check_size(fields["heads"]),
-        token_ranks=check_size(fields["ranks"]),
-        save_number=check_size(fields["saving"]),
+        length=checked_size(fields["length"]),
+        head_ranks=checked_size(fields["heads"]),
+        token_ranks=checked_size(fields["ranks"]),
+        save_number=checked_size(fields["saving"]),
         note=str(fields["note"]),
         name=str(fields["name"]),
         window_starts=tuple(
-            WindowStart(check_size(token), check_size(query)) for token, query in fields.get("forgotten", [])
+            WindowStart(checked_size(token), checked_size(query)) for token, query in fields.get("forgotten", [])
         ),
-        lengths=tuple(check_size(length) for length in fields.get("lengths", [])),
+        lengths=tuple(checked_size(length) for length in fields.get("lengths", [])),
         growing=fields["growing"] is True,
     )
-    return manifest, [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
+    return manifest, [[x if type(x) is int and x == FAR else checked_size(x) for x in code] for code in fields["sizes"]]
 
 
 def _check_configs(manifest: Manifest) -> None:

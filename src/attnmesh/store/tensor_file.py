@@ -250,8 +250,8 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     checksums = dict(header.pop("__metadata__"))
     entries = {}
     for name, fields in header.items():
-        start, stop = (check_size(x) for x in fields["data_offsets"])
-        shape = tuple(check_size(n) for n in fields["shape"])
+        start, stop = (checked_size(x) for x in fields["data_offsets"])
+        shape = tuple(checked_size(n) for n in fields["shape"])
         dtype = DTYPES[fields["dtype"]]
         large = len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE
         if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
@@ -278,7 +278,7 @@ def check_extra_tensors(extra_tensors: object) -> None:
             raise StoreError("save more", expected, given, fix)
 
 
-def check_size(x: Any) -> int:
+def checked_size(x: Any) -> int:
     """Return `x` if it is an integer that a size can be. Raise otherwise."""
     if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < MAX_SIZE:
         raise ValueError(f"{str(x)[:20]!r} where a size should be")

@@ -13,7 +13,7 @@ from attnmesh.cache.make_shards import check_ranks_in_folder
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.comm.merges import check_merge
 from attnmesh.decoding.step_checks import check_reproducible
-from attnmesh.errors import KernelError, ShapeError, check_count
+from attnmesh.errors import KernelError, ShapeError, checked_count
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import (
     check_keys,
@@ -26,7 +26,7 @@ from attnmesh.hf.models import (
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.shares import check_shares
+from attnmesh.mesh.shares import checked_shares
 
 ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "keep", "shares", "folder", "hot"))
 """Options in which rows of one step may differ."""
@@ -71,7 +71,7 @@ class CacheSettings:
         check_compare_option("ShardedCache", self.checked)
         if not isinstance(self.windows, bool):
             raise KernelError("ShardedCache windows", "True or False", repr(self.windows), "leave it at True")
-        check_count("ShardedCache keep", self.keep, "count the tokens that crop may remove", least=0)
+        checked_count("ShardedCache keep", self.keep, "count the tokens that crop may remove", least=0)
         for name in ("storage", "window_storage"):
             check_storage(f"ShardedCache {name}", getattr(self, name))
         self._check_memory(config)
@@ -98,14 +98,14 @@ class CacheSettings:
             check_ranks_in_folder("ShardedCache folder", self.copies, self.shares)
         if self.hot is not None:
             subject, fix = "ShardedCache hot", "leave hot= out"
-            check_count(subject, self.hot, "count the newest tokens to keep on the device, or leave it out")
+            checked_count(subject, self.hot, "count the newest tokens to keep on the device, or leave it out")
             _check_plain(config, subject, fix)
             if self.copies != 1:
                 raise KernelError(subject, "one rank of each token", f"copies={self.copies}", fix)
         if self.capacity is not None:
-            check_count("ShardedCache capacity", self.capacity, "count prompt and new tokens, or leave it out")
+            checked_count("ShardedCache capacity", self.capacity, "count prompt and new tokens, or leave it out")
         if self.block is not None:
-            check_count("ShardedCache block", self.block, "leave it out")
+            checked_count("ShardedCache block", self.block, "leave it out")
 
     def _check_ranks(self, config: PreTrainedConfig, ranks: int) -> None:
         """Raise unless `ranks` ranks can hold the tokens, in the given copies and shares."""
@@ -115,7 +115,7 @@ class CacheSettings:
                 expected = "none for a model that compresses tokens"
                 raise KernelError(f"ShardedCache {name}", expected, repr(value), "leave it out")
         check_reproducible("ShardedCache reproducible", self.reproducible, ranks, self.merge)
-        shares = check_shares("ShardedCache", self.shares, ranks)
+        shares = checked_shares("ShardedCache", self.shares, ranks)
         if self.reproducible:
             is_even = self.shares is None or (shares is not None and len({*shares}) == 1)
             check_even_shares("ShardedCache reproducible", self.shares, even=is_even)

@@ -21,7 +21,7 @@ from attnmesh.errors import ArgumentError, KernelError, MeshError, short
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
-from attnmesh.setup.init_mesh import check_groups
+from attnmesh.setup.init_mesh import checked_groups
 
 
 class Replicas(NamedTuple):
@@ -149,7 +149,7 @@ def _replicas(device_mesh: DeviceMesh | None, processes: int) -> Replicas:
         return Replicas(0, 1, 1, None)
     table: list[list[int]] = [[] for _ in range(world)]
     dist.all_gather_object(table, mesh_ranks)
-    groups = check_groups("on_mesh mesh", table)
+    groups = checked_groups("on_mesh mesh", table)
     group = None
     if len(groups) > 1:
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*groups, strict=True)])
