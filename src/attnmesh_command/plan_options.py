@@ -159,7 +159,7 @@ class PlanOptions:
         return next((phase for phase in PHASES if getattr(self, phase)), default)
 
     @property
-    def of_whole_model(self) -> bool:
+    def is_whole_model(self) -> bool:
         """True if a model's weights are planned with its attention."""
         return self.model is not None and self.workload is None and (self.decode or self.training)
 
@@ -204,7 +204,7 @@ class PlanOptions:
         fits = self.report.suffix.lower() in (".html", ".htm")
         given = repr(str(self.report))
         check_option(fits, "--report", "a file named .html", given, "name it plan.html")
-        if self.of_whole_model:
+        if self.is_whole_model:
             phase = "decoding" if self.decode else "training"
             check_alone({"--report": self.report}, f"no picture of a model in {phase}")
         writable("--report", self.report)

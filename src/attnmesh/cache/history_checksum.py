@@ -12,14 +12,14 @@ class HistoryChecksum:
     A truncation undoes padding, but no reorder: it makes the checksum anew, from that of the reorders alone.
     """
 
-    def __init__(self, device: torch.device, checksum: int = 0, of_orders: int = 0) -> None:
-        self.checksum, self._of_orders = checksum, of_orders
+    def __init__(self, device: torch.device, checksum: int = 0, order_checksum: int = 0) -> None:
+        self.checksum, self._order_checksum = checksum, order_checksum
         with torch.inference_mode(False):  # memory that can be written to in any mode
             self.checksum_on_device = torch.full((), checksum, dtype=torch.int64, device=device)
 
     def copied_to(self, device: torch.device) -> "HistoryChecksum":
         """Return a copy in memory of a device."""
-        return HistoryChecksum(device, self.checksum, self._of_orders)
+        return HistoryChecksum(device, self.checksum, self._order_checksum)
 
     def add_padding(self, token_mask: Tensor | None, start: int) -> None:
         """Add the padding of tokens that follow the first `start`.
@@ -34,7 +34,7 @@ class HistoryChecksum:
 
     def add_order(self, index: Tensor) -> None:
         """Add a reorder."""
-        self._of_orders = chained_checksum(self._of_orders, index)
+        self._order_checksum = chained_checksum(self._order_checksum, index)
         self._set(chained_checksum(self.checksum, index))
 
     def truncate(self, length: int, token_mask: Tensor | None) -> None:
@@ -43,8 +43,8 @@ class HistoryChecksum:
         The checksum is computed from `token_mask`, of the tokens that are left: an append that the truncation undoes
         may have failed on all ranks but this one.
         """
-        self._of_orders = self._of_orders if length else 0
-        self._set(self._of_orders)
+        self._order_checksum = self._order_checksum if length else 0
+        self._set(self._order_checksum)
         self.add_padding(token_mask, 0)
 
     def _set(self, checksum: int) -> None:

@@ -152,7 +152,7 @@ class LocalShards:
                 return StepFault.FORGOTTEN
         return StepFault.SHARED if reproducible and self.forked else None
 
-    def check_step(self, subject: str, of_row: str, q: Tensor, *, in_graph: bool, reproducible: bool) -> None:
+    def check_step(self, subject: str, row_text: str, q: Tensor, *, in_graph: bool, reproducible: bool) -> None:
         """Raise unless a step of the queries `q` can be served, at once or after shared blocks are copied."""
         queries = q.shape[2]
         fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
@@ -165,7 +165,9 @@ class LocalShards:
                 given = f"{queries} queries and {length} of {config.capacity} tokens in the cache"
                 fits = queries % config.kv_heads == 0 and q.shape[1] <= length <= config.capacity
                 fix = transpose_hint_first(f"append before {subject}", fits)
-                raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
+                raise ShapeError(
+                    f"{subject} q{row_text}", "as many queries as tokens in the cache, or fewer", given, fix
+                )
             case StepFault.FORGOTTEN:
                 length = self.length
                 seen = f"queries of token {self.first_query} and later ones"
@@ -173,11 +175,11 @@ class LocalShards:
                 given = f"queries of the tokens from {length - queries} to {length - 1}"
                 fix = "decode after each append, or pass queries= to append_shard"
                 fix = fix if length > self.first_query else "append the next token first"
-                raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
+                raise ShapeError(f"{subject} q{row_text}", expected, given, fix)
             case StepFault.LAYOUT:
                 given = "a padded batch" if own.padding is not None else "tokens in the layout of a sharded prefill"
                 fix = "fill it with append, or prefill in cache.layout"
-                raise LayoutError(f"{subject} reproducible{of_row}", "a cache with block-cyclic tokens", given, fix)
+                raise LayoutError(f"{subject} reproducible{row_text}", "a cache with block-cyclic tokens", given, fix)
             case StepFault.SHARES:
                 check_even_shares(f"{subject} reproducible", own.block_cyclic.shares, even=False)
             case StepFault.TIERS:

@@ -41,7 +41,7 @@ def plan(options: PlanOptions) -> None:
     workload_options |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
     if options.length is not None:
         workload_options["length"] = length_of(options.length)
-    if options.of_whole_model:
+    if options.is_whole_model:
         (print_serving if options.decode else print_training)(options, cluster, workload_options)
         return
     work = _workload(options, workload_options)

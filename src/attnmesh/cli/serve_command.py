@@ -169,12 +169,14 @@ def _ready(app: Any, host: str, port: int, model: ModelOnMesh, on_hosts: bool, e
     return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {model.mesh}{place}"))
 
 
-def _max_context(option: int | None, of_model: int | None) -> int:
+def _max_context(option: int | None, model_limit: int | None) -> int:
     """Return the longest context, or raise if the model has a shorter one, or none."""
-    if not (option or of_model):
+    if not (option or model_limit):
         fix = "name a length that the memory holds"
         raise ArgumentError("--max-model-len", "a length: the model has none", "none", fix)
-    fits = option is None or of_model is None or option <= of_model
+    fits = option is None or model_limit is None or option <= model_limit
     if not fits:
-        raise ArgumentError("--max-model-len", f"at most {of_model}", str(option), "take a model with a longer context")
-    return int(option or of_model or 0)
+        raise ArgumentError(
+            "--max-model-len", f"at most {model_limit}", str(option), "take a model with a longer context"
+        )
+    return int(option or model_limit or 0)

@@ -305,11 +305,11 @@ class LayerJob:
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
         rank = host = pair = 0.0
-        of_rank, of_host = self.head_share(), self.head_share(self.candidate.tile.heads)
+        rank_share, host_share = self.head_share(), self.head_share(self.candidate.tile.heads)
         for load, peers, size in loads:
-            rank += load.rank * size * of_rank
-            host += load.host * size * of_host
-            pair += load.rank * size * of_rank / max(1, peers)
+            rank += load.rank * size * rank_share
+            host += load.host * size * host_share
+            pair += load.rank * size * rank_share / max(1, peers)
         return max(rank / link.rate, host / link.host_rate, pair / (link.peer_rate or link.rate))
 
 

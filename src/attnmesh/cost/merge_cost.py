@@ -84,11 +84,11 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
 class PricedRound(NamedTuple):
     """Messages of one round of a tree merge."""
 
-    of_rank: int
+    rank_messages: int
     """Messages that the busiest rank sends."""
-    in_all: int
+    all_messages: int
     """Messages that all ranks send."""
-    out_of_host: int
+    leaving_messages: int
     """Messages that leave the busiest host."""
 
 
@@ -114,14 +114,15 @@ def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[PricedRound, ...]:
 
 def _round(tree_round: PricedRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if tree_round.out_of_host else cluster.inside
-    messages = group.groups * tree_round.in_all
-    inside, between = (0, messages) if tree_round.out_of_host else (messages, 0)
+    link = cluster.between if tree_round.leaving_messages else cluster.inside
+    messages = group.groups * tree_round.all_messages
+    inside, between = (0, messages) if tree_round.leaving_messages else (messages, 0)
     total.add_traffic(inside * size, between * size, between)
     transfer = max(
-        tree_round.of_rank * size / link.rate, tree_round.out_of_host * group.groups_per_host * size / link.host_rate
+        tree_round.rank_messages * size / link.rate,
+        tree_round.leaving_messages * group.groups_per_host * size / link.host_rate,
     )
-    return link.merge_latency + (tree_round.of_rank - 1) * link.message + transfer
+    return link.merge_latency + (tree_round.rank_messages - 1) * link.message + transfer
 
 
 def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:

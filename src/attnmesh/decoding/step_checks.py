@@ -61,7 +61,7 @@ def spec_of_step(
 
     Errors name the function `subject`, and the row of its queries that these are.
     """
-    of_row = "" if row is None else f" of row {row}"
+    row_text = "" if row is None else f" of row {row}"
     q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
     (cache,) = inputs.caches
     config = cache.config
@@ -74,12 +74,12 @@ def spec_of_step(
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (config.batch, config.head_dim) or not q.shape[2]:
         shape = (config.batch, "heads", "length", config.head_dim)
         fix = "pass the queries of the cache's last tokens"
-        raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
+        raise ShapeError(f"{subject} q{row_text}", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % config.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {config.kv_heads} key heads"
         fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % config.kv_heads == 0)
-        raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
-    check_dtype_and_device(f"{subject} q{of_row}", config, q, cache.device)
+        raise ShapeError(f"{subject} q{row_text}", "query heads a multiple of key heads", given, fix)
+    check_dtype_and_device(f"{subject} q{row_text}", config, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
     if config.mask is not None and not options.mask.sees_no_further_back_than(config.mask):
         expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
@@ -93,7 +93,7 @@ def spec_of_step(
     check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, may_read=not lengths_on_gpu)
     if cache.padding is not None and spec.mask.documents:
         fix = "keep documents in sequences of their own"
-        raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{spec.mask}", fix)
+        raise MaskError(f"{subject} mask{row_text}", "no documents in a padded batch", f"{spec.mask}", fix)
     if selected is not None:
         spec = _with_selection(q, cache, selected, spec)
     check_reproducible(f"{subject} reproducible", spec.reproducible, spec.token_axis.size, spec.merge)
@@ -101,7 +101,7 @@ def spec_of_step(
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     in_graph = not may_compare(q.device)
-    cache.local_shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=spec.reproducible)
+    cache.local_shards.check_step(subject, row_text, q, in_graph=in_graph, reproducible=spec.reproducible)
     if in_graph:
         if needs_cpu(config, q.shape[2]):
             check_eager(subject, config, q.device)
@@ -109,7 +109,7 @@ def spec_of_step(
             _check_captured(cache, spec, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return spec
     if spec.mask.documents:
-        spec.mask.check_length(f"{subject} mask{of_row}", cache.length)
+        spec.mask.check_length(f"{subject} mask{row_text}", cache.length)
     if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return spec

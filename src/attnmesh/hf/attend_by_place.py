@@ -137,7 +137,7 @@ def _prefill(
             key_length=sequence.length,
             unsupported=None,
         )
-        of_prompt = AttentionArguments(
+        arguments = AttentionArguments(
             q,
             pending.k,
             pending.v,
@@ -148,7 +148,7 @@ def _prefill(
             distance_bias=bias,
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
-        out = attend_prompt(of_prompt, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
+        out = attend_prompt(arguments, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
     if stores_keys:
         store_shard(kv_cache, *pending.stored, sequence)
     return _attend_stored(q, pending, weighting, sequence) if sequence.has_prefix else out

@@ -246,8 +246,8 @@ class ChunkedPrefill:
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if is_sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), sequence=sequence)
-        of_sequence: dict[str, Any] = {"last": self.last_position, "whole": not is_sharded}
-        position_ids = ShardPositions.of(self.positions[..., index], sequence=sequence, **of_sequence)
+        sequence_options: dict[str, Any] = {"last": self.last_position, "whole": not is_sharded}
+        position_ids = ShardPositions.of(self.positions[..., index], sequence=sequence, **sequence_options)
         if merged is None:
             run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return

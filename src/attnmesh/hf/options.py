@@ -167,10 +167,10 @@ def agreement_with_peers(
     The agreement of the mesh is around the other one. If rank A's peer in the weights fails, rank A raises the error
     inside the agreement of its mesh, so all ranks of A's mesh raise it too.
     """
-    with Agreement(mesh, name, fields) as of_mesh:
+    with Agreement(mesh, name, fields) as mesh_agreement:
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
-        with Agreement(RankMesh.of(peers), name, fields, is_compared=peers is not None) as of_peers:
-            yield [of_peers, of_mesh]
+        with Agreement(RankMesh.of(peers), name, fields, is_compared=peers is not None) as peers_agreement:
+            yield [peers_agreement, mesh_agreement]
 
 
 def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
@@ -179,10 +179,10 @@ def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
     Raise if the caches differ and no error interrupted one of them: then ranks have passed different caches.
     """
     rows = agreement.compare(payload=held)
-    of_all = HeldTokens.of_ranks(rows)
-    if not of_all.is_interrupted and any(row[0] != held.shortest for row in rows):
+    held_by_all = HeldTokens.of_ranks(rows)
+    if not held_by_all.is_interrupted and any(row[0] != held.shortest for row in rows):
         Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
-    return of_all
+    return held_by_all
 
 
 def describe_value(value: object) -> str:

@@ -154,7 +154,8 @@ def decode_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) 
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.ranks_per_host:
             rounds = tree_rounds(group.ranks, group.ranks_per_host)
-            times = sum(merge_round.out_of_host > 0 for merge_round in rounds) if merge.pattern is Pattern.ROUNDS else 1
+            leaving_rounds = sum(merge_round.leaving_messages > 0 for merge_round in rounds)
+            times = leaving_rounds if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.value_width * workload.itemsize, cluster, total)

@@ -76,7 +76,7 @@ def call_list(text: GrowingText) -> Reader[None]:
             return
 
 
-def of_type(tools: Tools, name: str, key: str, value: str) -> Any:
+def typed_value(tools: Tools, name: str, key: str, value: str) -> Any:
     """Return an argument that is written without quotes: null, or text, where the tool takes it, else JSON."""
     types = types_of(tools.get(name, {}).get(key))
     if "string" in types:
@@ -249,7 +249,7 @@ def read_glm(text: GrowingText, tools: Tools) -> Reader[None]:
         key = (yield from text.until("</arg_key>")).strip()
         yield from text.space()
         yield from text.take("<arg_value>")
-        arguments[key] = of_type(tools, name, key, (yield from text.until("</arg_value>")))
+        arguments[key] = typed_value(tools, name, key, (yield from text.until("</arg_value>")))
 
 
 def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
@@ -266,7 +266,7 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
             break
         key = yield from text.until(">")
         value = yield from text.until("</parameter>")
-        arguments[key] = of_type(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
+        arguments[key] = typed_value(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
     yield from text.close("</tool_call>")
     yield ToolCall(name, write_arguments(arguments))
 
@@ -288,7 +288,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
             key = yield from text.until('"')
             kind = yield from text.until(">")
             value = yield from text.until(f"</{space}parameter>")
-            arguments[key] = value if 'string="true"' in kind else of_type(tools, name, key, value)
+            arguments[key] = value if 'string="true"' in kind else typed_value(tools, name, key, value)
         yield ToolCall(name, write_arguments(arguments))
         yield from text.space()
         if (yield from text.take(invoke, end)) == end:

@@ -209,8 +209,8 @@ def read_saved_layers(
     folder = checked_folder("load", path)
     manifest = with_length_now(folder, read_manifest(folder))
     if to_load.layers not in (None, len(manifest.configs)):
-        of_a_model = "pass the configuration of the model that was saved"
-        fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else of_a_model
+        model_fix = "pass the configuration of the model that was saved"
+        fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else model_fix
         given = f"{len(manifest.configs)} in {folder}"
         raise StoreError("load", f"a cache of {to_load.layers} layer{'s' * (to_load.layers != 1)}", given, fix)
     configs = _configs_of(manifest, to_load)

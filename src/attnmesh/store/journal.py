@@ -100,10 +100,10 @@ class Journal:
         stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // RECORD_BYTES * RECORD_BYTES])]
         checks = self._digests([Record(*numbers[:5]) for numbers in fields])
-        for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
+        for (*numbers, check, zero, zero_too), right in zip(fields, checks, strict=True):
             if (check, zero, zero_too) != (right, 0, 0):
                 raise self._damage_error(f"damage at byte {stop}")
-            record = Record(*of_record)
+            record = Record(*numbers)
             if serial is not None and record.serial != serial + 1:
                 break  # a record from before the journal was begun anew
             serial = record.serial

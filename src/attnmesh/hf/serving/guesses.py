@@ -61,7 +61,7 @@ class RowTimes:
         return float(np.interp(rows, [*known], [*known.values()])) if known else 0.0
 
     @property
-    def of_row(self) -> float:
+    def seconds_per_row(self) -> float:
         """Seconds of each further row; infinite if all steps had the same number of rows."""
         few = min(self.seconds)
         many = max(self.seconds)
@@ -140,7 +140,7 @@ class StepTimes:
         """Return how many of the likeliest guesses give most tokens in a second."""
         if not self.added:
             return 0
-        fixed, of_guess = self._prices()
+        fixed, guess_seconds = self._prices()
         least = self.without_guesses(rows)
         tokens = float(rows)
         seconds = least + fixed
@@ -148,7 +148,7 @@ class StepTimes:
         taken = 0
         rows_of = Counter[int]()
         for count, (chance, position, _) in enumerate(likely, 1):
-            tokens, seconds = tokens - chance, seconds + of_guess
+            tokens, seconds = tokens - chance, seconds + guess_seconds
             if passes:
                 seconds += passes[rows_of[position] + 1] - passes[rows_of[position]]
             rows_of[position] += 1
@@ -158,8 +158,9 @@ class StepTimes:
 
     def _trial(self, rows: int) -> int:
         """Return the guesses of a trial step: together they take about as long as a step without guesses, at most."""
-        of_guess = self._prices()[1] if self.added else 0.0
-        return max(1, int(min(TRIAL_GUESSES, self.without_guesses(rows) / of_guess))) if of_guess else TRIAL_GUESSES
+        guess_seconds = self._prices()[1] if self.added else 0.0
+        most = min(TRIAL_GUESSES, self.without_guesses(rows) / guess_seconds) if guess_seconds else TRIAL_GUESSES
+        return max(1, int(most))
 
     def _prices(self) -> tuple[float, float]:
         """Return the fixed seconds that any guesses add to a step, and the seconds of each guess.
@@ -169,9 +170,11 @@ class StepTimes:
         steps = sorted((guesses, share * self.without_guesses(rows)) for rows, guesses, share in self.added)
         pairs = combinations(steps, 2)
         slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= LEAST_DIFFERENCE]
-        slopes = slopes or [min(self.without_guesses.of_row, median_low(added / guesses for guesses, added in steps))]
-        of_guess = max(0.0, median_low(slopes))
-        return max(0.0, median_low(added - of_guess * guesses for guesses, added in steps)), of_guess
+        if not slopes:
+            per_guess = median_low(added / guesses for guesses, added in steps)
+            slopes = [min(self.without_guesses.seconds_per_row, per_guess)]
+        guess_seconds = max(0.0, median_low(slopes))
+        return max(0.0, median_low(added - guess_seconds * guesses for guesses, added in steps)), guess_seconds
 
 
 class Guesser:

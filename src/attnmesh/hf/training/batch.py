@@ -118,10 +118,10 @@ def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: La
             "attention_mask": WholeMask.of(mask, sequence=sequence),
         }
         return prompt | {"use_cache": False} | images | loss
-    of_sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
+    sequence_options = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
         "input_ids": ShardIds.of(part(ids), sequence=sequence),
-        "position_ids": ShardPositions.of(part(positions), sequence=sequence, **of_sequence),
+        "position_ids": ShardPositions.of(part(positions), sequence=sequence, **sequence_options),
         "attention_mask": ShardMask.of(part(mask), sequence=sequence),
         "use_cache": False,
     } | loss

@@ -194,20 +194,20 @@ class BatchSharder:
         shape = len(kwargs["input_ids"]), len(sequence.positions())
         sequence.check_all_layers_counted()
 
-        def of_whole_batch(name: object, value: Any) -> Any:
+        def gathered(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
             if str(name).startswith(WHOLE):
                 return value
             if isinstance(value, (tuple, list)):
-                return type(value)(of_whole_batch(None, item) for item in value)
+                return type(value)(gathered(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
                 return ShardedOutput.of(value, sequence=sequence, tokens=call.tokens, moved=call.moved)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return mean_over_ranks(value, sequence.mesh) if is_loss else value
 
         if isinstance(output, Mapping):
-            return cast(Any, type(output))(**{name: of_whole_batch(name, value) for name, value in output.items()})
-        return of_whole_batch(None, output)
+            return cast(Any, type(output))(**{name: gathered(name, value) for name, value in output.items()})
+        return gathered(None, output)
 
 
 class ShardedOutput(ShardTensor):

@@ -53,6 +53,6 @@ class MeshOnlineDPO(RewardFunctions):
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
         logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
-        of_tokens = ShardedOutput.of(logprobs, sequence=logits.sequence, moved=logits.moved, tokens=logits.tokens)
-        gathered = of_tokens.gather_tokens()
+        token_logprobs = ShardedOutput.of(logprobs, sequence=logits.sequence, moved=logits.moved, tokens=logits.tokens)
+        gathered = token_logprobs.gather_tokens()
         return gathered[:, first : first + count, 0]

@@ -71,8 +71,8 @@ class Reference(Kernel):
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
             hidden = _hidden(tile, q, k)
             columns = self._columns(rectangle, tile, q, k)
-            of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
-            heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
+            row_tensors = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
+            heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *row_tensors)), strict=True)
             parts = [
                 backward_dense(rows, keys, values, more, hidden, scaling, columns)
                 for keys, values, rows, *more in heads
