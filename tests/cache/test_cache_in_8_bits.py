@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.storage import STORAGES, columns_of
 from attnmesh.decoding.index_search import top_k_tokens
-from attnmesh.kernels import stored
+from attnmesh.kernels import quantized
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from tests.support.caches.make import empty_cache, mesh_or_none
@@ -165,7 +165,7 @@ def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: s
 def test_wide_rows_and_many_tiles_agree_with_float64(
     monkeypatch: pytest.MonkeyPatch, storage: str, dtype: torch.dtype, widths: tuple[int, int], kernel: str
 ) -> None:
-    monkeypatch.setattr(stored, "STORED_TILE_KEYS", 32)
+    monkeypatch.setattr(quantized, "QUANTIZED_TILE_KEYS", 32)
     values = "prefix" if widths[0] > 256 else "separate"
     sizes = {"head_dim": widths[0], "value_dim": widths[1], "dtype": dtype, "values": values}
     cache = empty(**sizes, storage=storage)

@@ -51,7 +51,7 @@ def test_a_kernel_with_nan_in_one_case_is_wrong(kernel: Reference, monkeypatch: 
 def test_a_kernel_with_nan_over_stored_keys_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NanOut()
     monkeypatch.setattr(choice, "KERNELS", (*choice.KERNELS, kernel))
-    proof = proofs._stored_proof(kernel, CPU, STORAGES["int8"])
+    proof = proofs._quantized_proof(kernel, CPU, STORAGES["int8"])
     assert isnan(proof.out_error or 0.0)
     assert not proof.holds
 

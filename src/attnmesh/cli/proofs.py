@@ -63,7 +63,7 @@ def proofs() -> Iterator[Proof]:
     for device in devices():
         for kernel in choice.KERNELS:
             yield from (_proof(kernel, device, dtype) for dtype in DTYPES)
-            yield from (_stored_proof(kernel, device, storage) for storage in STORAGES.values())
+            yield from (_quantized_proof(kernel, device, storage) for storage in STORAGES.values())
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     return Proof(*names, out_error=out_error, gradient_error=gradient_error, allowed=allowed)
 
 
-def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Proof:
+def _quantized_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Proof:
     """Return the proof of decoding from a cache in 8 bits: attention in float64 over the numbers that it stores."""
     names = (kernel.name, device.type, storage.name)
     q, k, v, _ = (x.detach() for x in _problem(torch.float32, device, 3))

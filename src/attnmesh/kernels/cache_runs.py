@@ -22,9 +22,9 @@ from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, CacheView, Dec
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
+from attnmesh.kernels.quantized import QuantizedAttention
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_in_pairs
-from attnmesh.kernels.stored import StoredAttention
 
 ALL = slice(None)
 """All sequences of a batch."""
@@ -244,7 +244,7 @@ class CachedAttention:
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place_kernel = kernel.bind_cache() if kernel.reads_cache else None
-        self.stored_attention = StoredAttention(kernel, scaling, value_dim)
+        self.quantized_attention = QuantizedAttention(kernel, scaling, value_dim)
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
@@ -336,7 +336,7 @@ class CachedAttention:
 
     def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:
         """Write the partial of a run by the kernel's rectangles."""
-        attention = self.stored_attention
+        attention = self.quantized_attention
         if run.bias_positions is not None:
             attention = attention.with_positions(*run.bias_positions)
         copy_into(attention.attend(q, *_slots(run), run.band if run.selected is None else run.selected), into)
@@ -347,7 +347,7 @@ class CachedAttention:
         for run in _read_ahead(group):
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert run.band is not None
-            stack = _blocks(self.stored_attention, q, keys, values, run.band, block)
+            stack = _blocks(self.quantized_attention, q, keys, values, run.band, block)
             forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_in_pairs(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
@@ -355,16 +355,16 @@ class CachedAttention:
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape, or None if there is none."""
         if q.shape not in self.bound_kernels:
-            kernel = self.stored_attention.kernel
+            kernel = self.quantized_attention.kernel
             plain = storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            scaling = self.stored_attention.scaling
+            scaling = self.quantized_attention.scaling
             self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         dtype = sum_dtype(q.dtype)
-        shape, value_dim = q.shape[:-1], self.stored_attention.value_dim
+        shape, value_dim = q.shape[:-1], self.quantized_attention.value_dim
         return Partial(q.new_empty((*shape, value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
@@ -398,7 +398,7 @@ def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     return [*groups.values()]
 
 
-def _blocks(attention: StoredAttention, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _blocks(attention: QuantizedAttention, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
     """Return a stack of one partial per block. Blocks that every query sees whole take one call."""
     used, queries = keys.shape[2], q.shape[2]
     count = -(-used // block)

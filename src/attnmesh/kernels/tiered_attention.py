@@ -66,7 +66,7 @@ class TieredAttention(CachedAttention):
         Call before the device attends its own slots: a later copy would wait until it is done with them.
         """
         if tier is None:
-            return lambda: identity(query.q, self.stored_attention.value_dim, query.q.dtype)
+            return lambda: identity(query.q, self.quantized_attention.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
         if selected is None and self._is_upload_faster(query, tier):
             return lambda: self._attend_uploaded(query, query._replace(key_lengths=lengths), tier)
@@ -78,14 +78,14 @@ class TieredAttention(CachedAttention):
         """Return the partial of the CPU's kernel."""
         attention = self.cpu_attentions.find(query.q.shape)
         if attention is None:
-            _, scaling, value_dim = self.stored_attention
+            _, scaling, value_dim = self.quantized_attention
             kernel = choose(KernelRequest.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
             attention = self.cpu_attentions.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 
     def _attend_uploaded(self, query: DecodeQuery, cpu_query: DecodeQuery, tier: CacheView) -> Partial:
         """Return the partial of the slots that are seen, which come to the device part by part."""
-        total = identity(query.q, self.stored_attention.value_dim, query.q.dtype)
+        total = identity(query.q, self.quantized_attention.value_dim, query.q.dtype)
         for part in _uploaded(query.q.device, cpu_query, tier):
             partial = super().attend(query._replace(into=self._blank(query.q)), [part])
             total = merge_partials([total, partial])
@@ -104,7 +104,7 @@ class TieredAttention(CachedAttention):
         sample = tier.first(min(slots, max(FEWEST, SAMPLE_BYTES // slot_bytes)))
         sample_query = query._replace(mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
-        sampler = TieredAttention(*self.stored_attention)
+        sampler = TieredAttention(*self.quantized_attention)
         moved = sample_query._replace(q=sample_query.q.cpu())
         seconds = [
             _seconds(lambda: sampler._attend_on_cpu(moved, sample), sample_query.q),

@@ -208,8 +208,8 @@ class Workload:
     def index_bytes(self) -> int:
         """Bytes of the index keys that are kept in all layers."""
         columns = 0 if self.selected is None else self.selected.index_dim
-        is_stored = self.storage is not None and columns % 2 == 0  # the scales of others would not be aligned
-        row = STORAGES[self.storage].row_width(columns) if self.storage and is_stored else columns * self.itemsize
+        is_quantized = self.storage is not None and columns % 2 == 0  # the scales of others would not be aligned
+        row = STORAGES[self.storage].row_width(columns) if self.storage and is_quantized else columns * self.itemsize
         return self.indexers * self.batch * self.kept * row
 
     @property

@@ -21,7 +21,7 @@ class IndexedLayer(ShardedLayer):
     """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
 
     other_formats: Mapping[str, str] = {"index": "none"}
-    index_is_stored = True
+    index_is_quantized = True
     """True if index keys are stored as `storage=` of the cache says."""
 
     def __init__(self, cache: LayersCache) -> None:
@@ -49,7 +49,7 @@ class IndexedLayer(ShardedLayer):
         spec = scores.spec
         sequence: ShardedSequence | None = spec.sequence
         tokens = new.shape[2] if sequence is None else sequence.length
-        storage = self.cache.settings.storage if self.index_is_stored else None
+        storage = self.cache.settings.storage if self.index_is_quantized else None
         index = self.reserve_other("index", new, tokens, storage=storage)
         if sequence is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
@@ -76,7 +76,7 @@ class PooledLayer(TailLayer, IndexedLayer):
     The last tokens, of which the next means are made, are on all ranks.
     """
 
-    index_is_stored = False
+    index_is_quantized = False
     """Rows of means have a column that is -inf where a block is incomplete."""
 
     indexer_position_ids = property(lambda _: None, lambda *_: None)

@@ -132,11 +132,11 @@ def _exact_dot(a, numbers, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _stored_products(
+def _quantized_products(
     q, base, offsets, valid, width,
     START: tl.constexpr, PART: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the dot products of a part of the columns of q with that of stored rows."""
+    """Return the dot products of a part of the columns of q with that of rows in 8 bits."""
     x = _read_part(base, offsets, valid, width, START, PART)
     if PART > SCALE_COLUMNS:
         values = _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART)
@@ -145,11 +145,11 @@ def _stored_products(
 
 
 @triton.jit
-def _stored_sum(
+def _quantized_sum(
     weights, base, offsets, valid, width,
     START: tl.constexpr, PART: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the weighted sum of a part of the columns of stored rows."""
+    """Return the weighted sum of a part of the columns of rows in 8 bits."""
     x = _read_part(base, offsets, valid, width, START, PART)
     if PART > SCALE_COLUMNS:
         return _dot(weights, _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART), PRECISION)
@@ -170,9 +170,9 @@ def logits_of(
     Keys that are stored in 8 bits have ROW numbers, and ROW is 0 for plain ones.
     """
     if ROW > 0:
-        products = _stored_products(q_0, k, key * k_row, valid_keys, width, 0, Q_0, ROW, FLOAT8, PRECISION)
+        products = _quantized_products(q_0, k, key * k_row, valid_keys, width, 0, Q_0, ROW, FLOAT8, PRECISION)
         if Q_1 > 0:
-            products += _stored_products(q_1, k, key * k_row, valid_keys, width, Q_0, Q_1, ROW, FLOAT8, PRECISION)
+            products += _quantized_products(q_1, k, key * k_row, valid_keys, width, Q_0, Q_1, ROW, FLOAT8, PRECISION)
     else:
         k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
         products = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION)
@@ -204,9 +204,9 @@ def accumulate(
     if V_1 > 0:
         sum_1 *= decay[:, None]
     if ROW > 0:
-        sum_0 += _stored_sum(weights, v, key * v_row, valid_keys, value_width, 0, V_0, ROW, FLOAT8, PRECISION)
+        sum_0 += _quantized_sum(weights, v, key * v_row, valid_keys, value_width, 0, V_0, ROW, FLOAT8, PRECISION)
         if V_1 > 0:
-            sum_1 += _stored_sum(weights, v, key * v_row, valid_keys, value_width, V_0, V_1, ROW, FLOAT8, PRECISION)
+            sum_1 += _quantized_sum(weights, v, key * v_row, valid_keys, value_width, V_0, V_1, ROW, FLOAT8, PRECISION)
     else:
         v_0, v_1 = read(v, key * v_row, valid_keys, value_width, V_0, V_1)
         sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v_0.dtype), v_0, v_1, V_1, PRECISION)

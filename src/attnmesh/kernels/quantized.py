@@ -19,18 +19,18 @@ from attnmesh.kernels.rectangles import tile_elements
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
-STORED_TILE_KEYS = 512
+QUANTIZED_TILE_KEYS = 512
 """Keys of a tile. It is the same for any number of heads and ranks, so that the bits of results are too."""
 
 
-class StoredAttention(NamedTuple):
+class QuantizedAttention(NamedTuple):
     """Attention to keys and values of a cache, by a kernel and with a scaling."""
 
     kernel: Kernel
     scaling: Scaling
     value_dim: int
 
-    def with_positions(self, queries: Tensor, keys: Tensor) -> "StoredAttention":
+    def with_positions(self, queries: Tensor, keys: Tensor) -> "QuantizedAttention":
         """Return the attention with a bias by distance between queries and keys at these positions."""
         return self._replace(kernel=self.kernel.with_positions(queries, keys))
 
@@ -47,7 +47,7 @@ class StoredAttention(NamedTuple):
         if isinstance(band, SelectedKeys):
             with without_autocast(q):
                 return attend_selected(q, keys, values, band, self.scaling, self.value_dim)
-        elements = keys.shape[1] * min(STORED_TILE_KEYS, keys.shape[2]) * (columns_of(keys) + self.value_dim)
+        elements = keys.shape[1] * min(QUANTIZED_TILE_KEYS, keys.shape[2]) * (columns_of(keys) + self.value_dim)
         most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
         for start in range(0, len(q), most):
@@ -82,8 +82,8 @@ class StoredAttention(NamedTuple):
         total = None
         storage = storage_of(keys)
         assert storage is not None
-        for start in range(0, keys.shape[2], STORED_TILE_KEYS):
-            stop = min(start + STORED_TILE_KEYS, keys.shape[2])
+        for start in range(0, keys.shape[2], QUANTIZED_TILE_KEYS):
+            stop = min(start + QUANTIZED_TILE_KEYS, keys.shape[2])
             inside = None
             if band is not None:
                 inside = band.within(start, stop)

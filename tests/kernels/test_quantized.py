@@ -18,8 +18,8 @@ from attnmesh.kernels import stored
 from attnmesh.kernels.implementations.native import NATIVE, BoundNative
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
+from attnmesh.kernels.quantized import QuantizedAttention
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.stored import StoredAttention
 from tests.support.emulation.interpreted import interpreting
 from tests.support.truth.seeds import rotated
 from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
@@ -46,7 +46,7 @@ class StoredProblem(NamedTuple):
 
     def run(self, band: Band | SelectedKeys | None = None, counts: list[int] | None = None) -> Partial:
         """Return the native kernel's partial."""
-        attention = StoredAttention(NATIVE, Scaling(self.q.shape[-1] ** -0.5), self.v.shape[-1])
+        attention = QuantizedAttention(NATIVE, Scaling(self.q.shape[-1] ** -0.5), self.v.shape[-1])
         return attention.attend(self.q, self.keys, self.values, band, counts)
 
 
@@ -75,7 +75,7 @@ def refuse(*_: Any, **__: Any) -> None:
 def test_stored_rows_agree_with_float64(
     storage: str, dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StoredAttention, "_attend_tiles", refuse)
+    monkeypatch.setattr(QuantizedAttention, "_attend_tiles", refuse)
     for heads in ((8, 2, 1), (3, 3, 2), (12, 2, 3)):
         given = problem(storage, dtype, *size, heads)
         positions = torch.arange(given.k.shape[2])
@@ -169,14 +169,14 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
         return launch(*arguments)
 
     monkeypatch.setattr(BoundNative, "attend", count)
-    monkeypatch.setattr(StoredAttention, "attend", refuse)
+    monkeypatch.setattr(QuantizedAttention, "attend", refuse)
     assert torch.equal(am.decode(q, cache), expected)
     assert len(launches) == 1
 
 
 def test_the_reference_reads_tiles() -> None:
     given = problem("int8", torch.float32, 64, 64, keys=1200)
-    attention = StoredAttention(Reference(), Scaling(1 / math.sqrt(64)), 64)
+    attention = QuantizedAttention(Reference(), Scaling(1 / math.sqrt(64)), 64)
     torch.testing.assert_close(
         attention.attend(given.q, given.keys, given.values, None).out.double(), given.truth().out
     )
