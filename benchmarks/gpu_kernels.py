@@ -74,9 +74,9 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
     if keys in IN_8_BITS:
         yield from _in_8_bits(device, sizes, q, cache)
     k, v = (x[:, :, :keys] for x in (cache.keys, cache.values))
-    copies = [x.clone() for x in cache.own_shard.stored]
+    copies = [x.clone() for x in cache.own_shard.kv_tensors]
     calls: dict[str, Call] = {"ours": lambda: am.decode(q, cache)} | _rivals(q, k, v)
-    calls["copying"] = lambda: [copy.copy_(x) for copy, x in zip(copies, cache.own_shard.stored, strict=True)]
+    calls["copying"] = lambda: [copy.copy_(x) for copy, x in zip(copies, cache.own_shard.kv_tensors, strict=True)]
     timings = _raced(calls, device, sizes)
     ours, copying = timings.pop("ours"), timings.pop("copying")
     size = 2 * k.numel() * k.element_size()

@@ -63,7 +63,7 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
     assert taken > LENGTH / few.turn.width / 2
     assert few.device_counts.equal(whole.device_counts)
     for one, other in zip(
-        (*few.stored, few.token_index[None, None]), (*whole.stored, whole.token_index[None, None]), strict=True
+        (*few.kv_tensors, few.token_index[None, None]), (*whole.kv_tensors, whole.token_index[None, None]), strict=True
     ):
         assert one[:, :, : few.used_slots].equal(other[:, :, : few.used_slots])
 

@@ -21,7 +21,7 @@ SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(
 
 def pieces(cache: am.KVCache) -> list[int]:
     """Return the addresses of the keys that the cache shares."""
-    return [piece.stored[0].data_ptr() for piece in cache.own_shard.earlier_pieces]
+    return [piece.kv_tensors[0].data_ptr() for piece in cache.own_shard.earlier_pieces]
 
 
 @on_each_rank
@@ -75,7 +75,7 @@ def check_shared_blocks(shape: Shape) -> None:
     before = pieces(cache)
     other.reorder(torch.zeros(4, dtype=torch.long))  # four beams of one prompt
     assert pieces(other) == before
-    assert other.own_shard.earlier_pieces[0].stored[0].stride(0) == 0
+    assert other.own_shard.earlier_pieces[0].kv_tensors[0].stride(0) == 0
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)

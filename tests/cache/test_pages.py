@@ -64,7 +64,7 @@ def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     keys, values = pools[:, :, :, heads].contiguous().unbind()
     caches[0].append_pages(keys, values, table.int())
     caches[1].append(*whole)
-    shared = caches[0].own_shard.earlier_pieces[0].stored[0].data_ptr()
+    shared = caches[0].own_shard.earlier_pieces[0].kv_tensors[0].data_ptr()
     assert (shared == keys[1].data_ptr()) is not scattered
     for act in (
         lambda cache: None,

@@ -57,7 +57,7 @@ def measure_row_distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
     found = []
 
     def note() -> None:
-        found.append([x.stride(2) for x in cache.own_shard.stored])
+        found.append([x.stride(2) for x in cache.own_shard.kv_tensors])
 
     note()
     cache.append(*(torch.randn(2, 2, 5, width, dtype=torch.bfloat16).cuda() for width in (64, 32)))
@@ -73,4 +73,4 @@ def test_rows_of_bytes_begin_where_a_gpu_loads_wide_words(storage: str) -> None:
     """A row of 64 numbers and a scale has 66 bytes, which would be loaded one by one."""
     assert world(1, measure_row_distances, storage).results() == [[[80, 48]] * 3]
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=64, capacity=16, dtype=torch.float32, storage=storage)
-    assert [x.stride(2) for x in cache.own_shard.stored] == [66, 66]
+    assert [x.stride(2) for x in cache.own_shard.kv_tensors] == [66, 66]

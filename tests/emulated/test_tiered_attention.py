@@ -132,7 +132,7 @@ def reopen_folder(gpu: EmulatedGPU, folder: Path) -> Reopened:
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()
             logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
-            devices |= {kv_cache.own_shard.stored[0].device.type for kv_cache in cache.kv_caches}
+            devices |= {kv_cache.own_shard.kv_tensors[0].device.type for kv_cache in cache.kv_caches}
             cache.tokens = part.cpu()
             cache.flush()
             del cache

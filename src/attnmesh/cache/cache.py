@@ -24,7 +24,7 @@ from attnmesh.cache.new_tokens import (
     NewTokens,
     append_signature,
     swap_tokens_for_heads,
-    tensors_to_store,
+    tensors_to_append,
     try_append_known,
 )
 from attnmesh.cache.pages import Pages, append_blocks, pages_of
@@ -232,7 +232,7 @@ class KVCache(CacheProperties):
             self.local_shards.check_unpadded("append", token_mask)
             self.local_shards.check_fits("append", k.shape[2], self.local_shards.rank_counts)
         with torch.no_grad():
-            self.local_shards.append(tensors_to_store(k, v), token_mask)
+            self.local_shards.append(tensors_to_append(k, v), token_mask)
         if token_mask is not None and not torch.compiler.is_compiling():
             self.history.add_padding(token_mask, self.length - k.shape[2])
         if (signature := append_signature(k, v, self.own_shard)) is not None and k.shape[2]:
@@ -282,7 +282,7 @@ class KVCache(CacheProperties):
         self.local_shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
-            rows = tuple(map(self.config.rows_of, tensors_to_store(k, v)))
+            rows = tuple(map(self.config.rows_of, tensors_to_append(k, v)))
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
                 self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
@@ -450,7 +450,7 @@ class KVCache(CacheProperties):
         >>> cache.length
         48
         """
-        append_blocks(self.local_shards, self.guard, tensors_to_store(keys, values), block_table)
+        append_blocks(self.local_shards, self.guard, tensors_to_append(keys, values), block_table)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.

@@ -94,10 +94,10 @@ class CacheConfig:
         storage_format = self.storage_format
         return x if storage_format is None else storage_format.quantize(x).view(torch.int8)
 
-    def keys_and_values(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, kv_tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return rows in memory as kernels read them: values that are a prefix of keys in 8 bits are the same rows."""
         storage_format = self.storage_format
-        rows = [*stored] if storage_format is None else [x.view(storage_format.dtype) for x in stored]
+        rows = [*kv_tensors] if storage_format is None else [x.view(storage_format.dtype) for x in kv_tensors]
         if storage_format is None and len(rows) == 1:
             rows.append(rows[0][..., : self.value_dim])
         return rows[0], rows[-1]

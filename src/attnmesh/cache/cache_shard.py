@@ -62,11 +62,11 @@ NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, in files and in two tiers,
-    `earlier_pieces` have the first tokens and `stored` those after them.
+    `kv_tensors` are the keys, and the values if they are separate. In a forked cache, in files and in two tiers,
+    `earlier_pieces` have the first tokens and `kv_tensors` those after them.
     """
 
-    stored: list[Tensor]
+    kv_tensors: list[Tensor]
     earlier_pieces: tuple[FrozenPiece, ...] = ()
     is_in_files = False
     _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
@@ -79,7 +79,7 @@ class CacheShard:
         self.turn = block_cyclic.turns[index]
         self.slots = self._usual_slots(config)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.stored, self.token_index = self._allocate()
+            self.kv_tensors, self.token_index = self._allocate()
             last = USED if config.mask is None else FORGOTTEN_BLOCKS
             self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
@@ -93,8 +93,8 @@ class CacheShard:
         row_count = self._count_rows(self.slots)
         shape = config.batch, config.kv_heads // self.heads_axis.size, row_count
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
-        stored = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
-        return stored, torch.zeros(row_count, dtype=torch.int64, device=self.device)
+        kv_tensors = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
+        return kv_tensors, torch.zeros(row_count, dtype=torch.int64, device=self.device)
 
     @property
     def length(self) -> int:
@@ -114,20 +114,20 @@ class CacheShard:
     @property
     def token_bytes(self) -> int:
         """Bytes of the cached tokens on this rank, earlier pieces included."""
-        own_bytes = sum(x[:, :, : self.used_slots].nbytes for x in self.stored)
+        own_bytes = sum(x[:, :, : self.used_slots].nbytes for x in self.kv_tensors)
         return own_bytes + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
     def view(self) -> CacheView:
         """View of this shard for kernels. It is made anew once the shard has other memory."""
-        stored, earlier_pieces, view = self._viewed
-        fits = stored is self.stored and earlier_pieces is self.earlier_pieces
+        kv_tensors, earlier_pieces, view = self._viewed
+        fits = kv_tensors is self.kv_tensors and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
             view = self.new_view()
-            self._viewed = self.stored, self.earlier_pieces, view
+            self._viewed = self.kv_tensors, self.earlier_pieces, view
         elif view.device_counts is not self.device_counts:
             view = view._replace(device_counts=self.device_counts)
-            self._viewed = self.stored, self.earlier_pieces, view
+            self._viewed = self.kv_tensors, self.earlier_pieces, view
         for piece in view.earlier_pieces:
             self._set_length(piece)
         return view
@@ -138,13 +138,13 @@ class CacheShard:
 
     def new_view(self) -> CacheView:
         """Return a view that the shard does not keep: a graph needs one of its own."""
-        rows = self.config.keys_and_values(self.stored)
+        rows = self.config.keys_and_values(self.kv_tensors)
         pieces = tuple(map(self._view, self.earlier_pieces))
         return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.config.value_dim, pieces)
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of an earlier piece. Its queries are the last ones of this cache."""
-        rows = self.config.keys_and_values(piece.stored)
+        rows = self.config.keys_and_values(piece.kv_tensors)
         padding = None
         if self.padding is not None:
             positions = piece.token_index.expand(self.config.batch, -1) if piece.positions is None else piece.positions
@@ -171,7 +171,7 @@ class CacheShard:
         other = copy(self)
         used = self.used_slots
         with torch.inference_mode(False):
-            other.stored = [join_rows([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
+            other.kv_tensors = [join_rows([x[:, :, :used]], 2, x.shape[2]) for x in self.kv_tensors]
             other.token_index, other.device_counts = self.token_index.clone(), self.device_counts.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
@@ -182,9 +182,10 @@ class CacheShard:
         if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
-        piece = FrozenPiece(self.stored, self.token_index, positions).part(0, whole_slots)
+        piece = FrozenPiece(self.kv_tensors, self.token_index, positions).part(0, whole_slots)
         self.earlier_pieces = (*self.earlier_pieces, piece)
-        self.stored, self.token_index = [x[:, :, whole_slots:] for x in self.stored], self.token_index[whole_slots:]
+        self.kv_tensors = [x[:, :, whole_slots:] for x in self.kv_tensors]
+        self.token_index = self.token_index[whole_slots:]
         self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
         self.slots -= whole_slots
         with torch.inference_mode(False):
@@ -332,12 +333,12 @@ class CacheShard:
                     config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, row_count)
                 )
             in_place = row_count >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
-            stored = self.stored if in_place else [*self.stored]
-            for index, old in enumerate(self.stored):
-                parts = [piece.stored[index][:, :, :-1] for piece in before]
-                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, row_count)
+            kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
+            for index, old in enumerate(self.kv_tensors):
+                parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
+                kv_tensors[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, row_count)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
-        self.stored, self.config, self.slots = stored, config, slots
+        self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
         self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
         self.device_counts[USED] = self.used_at_most
@@ -349,14 +350,14 @@ class CacheShard:
         earlier_pieces = tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
         if len(index) != self.config.batch:
             with torch.inference_mode(False):
-                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
-                self.stored = [
-                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.stored, blank, strict=True)
+                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors)
+                self.kv_tensors = [
+                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.kv_tensors, blank, strict=True)
                 ]
             self.config = replace(self.config, batch=len(index))
         else:
-            for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
-                for x in self.stored:
+            for head in range(self.kv_tensors[0].shape[1]):  # the temporary copy is one head
+                for x in self.kv_tensors:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         self.padding, self.earlier_pieces = padding, earlier_pieces
 
@@ -438,15 +439,15 @@ class CacheShard:
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens after those in the shard. They have this rank's heads."""
-        if self.device.type == "cuda" or not native_append(self.stored, new, self.token_index, self.device_counts):
-            for x, tensor in zip(self.stored, new, strict=True):
+        if self.device.type == "cuda" or not native_append(self.kv_tensors, new, self.token_index, self.device_counts):
+            for x, tensor in zip(self.kv_tensors, new, strict=True):
                 x[:, :, used : used + new_count] = tensor
             torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
             self.device_counts[LENGTH_AND_USED].add_(new_count)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
-        for x, tensor in zip(self.stored, new, strict=True):
+        for x, tensor in zip(self.kv_tensors, new, strict=True):
             x.index_copy_(2, slots, tensor)
         self.token_index.index_copy_(0, slots, tokens)
 

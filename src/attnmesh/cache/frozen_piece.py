@@ -14,7 +14,7 @@ from attnmesh.runtime.memory import with_huge_pages
 class FrozenPiece(NamedTuple):
     """Slots of consecutive tokens of a rank, which no cache writes to. One more slot follows, as kernels expect."""
 
-    stored: list[Tensor]
+    kv_tensors: list[Tensor]
     token_index: Tensor
     positions: Tensor | None
     """Position of each token in its sequence, as in `Padding`; None if the batch had no padding."""
@@ -29,20 +29,20 @@ class FrozenPiece(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens in memory: those of one sequence if all sequences read the same."""
-        return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.stored)
+        return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.kv_tensors)
 
     def part(self, start: int, stop: int) -> "FrozenPiece":
         """Return the tokens from `start` up to `stop`."""
         positions = None if self.positions is None else self.positions[:, start : stop + 1]
-        stored = [x[:, :, start : stop + 1] for x in self.stored]
-        return FrozenPiece(stored, self.token_index[start : stop + 1], positions, self.file)
+        kv_tensors = [x[:, :, start : stop + 1] for x in self.kv_tensors]
+        return FrozenPiece(kv_tensors, self.token_index[start : stop + 1], positions, self.file)
 
     def reordered(self, index: Tensor, block: int) -> "FrozenPiece":
         """Return the piece with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
 
         A copy has whole blocks of rows in memory, for `KVCache.pages`.
         """
-        if len(index) == len(self.stored[0]) and bool((index.diff() == 1).all()) and not int(index[0]):
+        if len(index) == len(self.kv_tensors[0]) and bool((index.diff() == 1).all()) and not int(index[0]):
             return self
 
         rows = len(self.token_index)
@@ -53,7 +53,7 @@ class FrozenPiece(NamedTuple):
             return join_rows([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
         positions = None if self.positions is None else select(self.positions, 1)
-        return FrozenPiece([select(x, 2) for x in self.stored], self.token_index, positions, self.file)
+        return FrozenPiece([select(x, 2) for x in self.kv_tensors], self.token_index, positions, self.file)
 
 
 def join_rows(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:

@@ -377,7 +377,7 @@ class LocalShards:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
         shard = self.own
         used = shard.mark_present(length, token_mask, first)
-        new = tuple(x[:, :, :used] for x in shard.stored)
+        new = tuple(x[:, :, :used] for x in shard.kv_tensors)
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
         self.cpu_length = length
 

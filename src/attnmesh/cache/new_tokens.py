@@ -21,7 +21,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 
 
-def tensors_to_store(k: Tensor, v: Tensor | None) -> Tensors:
+def tensors_to_append(k: Tensor, v: Tensor | None) -> Tensors:
     """Return the tensors of new tokens that a cache stores."""
     return (k,) if v is None else (k, v)
 
@@ -94,11 +94,11 @@ def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards
         return False
     if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
         return False  # a shard, which is refused
-    return shards.try_append(tensors_to_store(k, v))
+    return shards.try_append(tensors_to_append(k, v))
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None for tensors that are not plain, such as traced ones."""
-    if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
+    if not are_plain(*tensors_to_append(k, v), on_gpu=shard.device.type == "cuda"):
         return None
     return (k.shape, k.dtype, shard.config) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.config)

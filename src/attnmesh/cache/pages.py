@@ -36,7 +36,7 @@ def pages_of(shard: CacheShard) -> list[Pages]:
         raise KernelError("pages", "a batch without padding", "a padded batch", fix)
     _check_in_memory("pages", shard)
     # One more slot follows, as in each piece.
-    own_piece = FrozenPiece(shard.stored, shard.token_index[: shard.used_slots + 1], None)
+    own_piece = FrozenPiece(shard.kv_tensors, shard.token_index[: shard.used_slots + 1], None)
     return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
 
@@ -82,7 +82,7 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     size, used = shard.config.block, piece.token_count
     count = -(-used // size)
     batch = shard.config.batch
-    keys, values = shard.config.keys_and_values(piece.stored)
+    keys, values = shard.config.keys_and_values(piece.kv_tensors)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0

@@ -40,7 +40,7 @@ def _in_blocks(tokens: int, block: int) -> int:
 
 
 class TieredShard(OrderedShard):
-    """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
+    """Tokens of one rank: `kv_tensors` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
     def __init__(self, cold: CacheShard, config: CacheConfig, device: torch.device, fail: Fail) -> None:
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
@@ -74,7 +74,7 @@ class TieredShard(OrderedShard):
         cold, used = self.cold, self.cold.used_slots
         index = cold.token_index[: used + 1]
         index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all pieces
-        newest = FrozenPiece([x[:, :, : used + 1] for x in cold.stored], index, None)
+        newest = FrozenPiece([x[:, :, : used + 1] for x in cold.kv_tensors], index, None)
         return [*cold.earlier_pieces, newest] if used else [*cold.earlier_pieces]
 
     def refill_hot(self) -> None:
@@ -87,7 +87,7 @@ class TieredShard(OrderedShard):
             first, stop = (min(max(slot - start, 0), piece.token_count) for slot in (cold_count, count))
             to = slice(start + first - cold_count, start + stop - cold_count)
             if first < stop:
-                for x, row in zip(self.stored, piece.stored, strict=True):
+                for x, row in zip(self.kv_tensors, piece.kv_tensors, strict=True):
                     x[:, :, to] = row[:, :, first:stop]
                 self.token_index[to] = piece.token_index[first:stop]
             start += piece.token_count
@@ -111,7 +111,7 @@ class TieredShard(OrderedShard):
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
-        rows = self.config.keys_and_values(piece.stored)
+        rows = self.config.keys_and_values(piece.kv_tensors)
         with torch.inference_mode(False):
             counts = torch.tensor([self.cpu_length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
@@ -152,7 +152,7 @@ class TieredShard(OrderedShard):
         if leaving := self._count_leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
-            leaving_rows = [x[:, :, : min(leaving, used)] for x in self.stored]
+            leaving_rows = [x[:, :, : min(leaving, used)] for x in self.kv_tensors]
             if at_once:
                 pairs = zip(leaving_rows, rows, strict=True)
                 leaving_rows = [torch.cat((x, row[:, :, :at_once]), 2) for x, row in pairs]
@@ -174,7 +174,7 @@ class TieredShard(OrderedShard):
 
     def _write_hot(self, rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
         stop = start + len(tokens)
-        for x, row in zip(self.stored, rows, strict=True):
+        for x, row in zip(self.kv_tensors, rows, strict=True):
             x[:, :, start:stop] = row
         self.token_index[start:stop] = tokens
 
@@ -188,7 +188,7 @@ class TieredShard(OrderedShard):
 
     def _move(self, start: int, stop: int, count: int) -> None:
         """Move the tokens of slots `start + count` to `stop + count` to slots `start` to `stop`."""
-        for x in (*self.stored, self.token_index[None, None]):
+        for x in (*self.kv_tensors, self.token_index[None, None]):
             x[:, :, start:stop] = x[:, :, start + count : stop + count]
 
     def _append_cold(self, rows: Sequence[Tensor], tokens: Tensor, length: int, retry: str) -> None:
@@ -215,7 +215,7 @@ class TieredShard(OrderedShard):
 
     def flush(self) -> None:
         """Let the cold tier have copies of all hot tokens, which stay hot."""
-        rows = [x[:, :, : self.used_slots] for x in self.stored]
+        rows = [x[:, :, : self.used_slots] for x in self.kv_tensors]
         tokens = self.token_index[: self.used_slots].cpu()
         self._append_cold(rows, tokens, self.length, "flush again: the cache has all its tokens")
 

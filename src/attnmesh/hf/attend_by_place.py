@@ -13,7 +13,7 @@ from attnmesh.core.scaling import Scores, checked_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
-from attnmesh.hf.cache.layer import PendingKV, store_shard
+from attnmesh.hf.cache.layer import PendingKV, append_sequence
 from attnmesh.hf.cache.layer_protocols import StepCache
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
@@ -57,15 +57,17 @@ def attend_without_cache(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
-def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec: MaskSpec, stores_keys: bool) -> Tensor:
+def attend_with_cache(
+    q: Tensor, pending: PendingKV, weighting: Weighting, spec: MaskSpec, appends_keys: bool
+) -> Tensor:
     """Attend with a `ShardedCache`, which stores new keys and values."""
     if spec.row_masks:
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.sequence is not None:
-        return _prefill(q, pending, weighting, spec.sequence, stores_keys)
-    kv_cache = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.step_cache
+        return _prefill(q, pending, weighting, spec.sequence, appends_keys)
+    kv_cache = _append_step(pending, weighting.mask, spec, q.shape[2]) if appends_keys else pending.layer.step_cache
     if kv_cache.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
@@ -73,10 +75,10 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
         for axis in (first_cache.rank_mesh.heads, first_cache.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
-    return _attend_stored(q, pending, weighting, None)
+    return _attend_cached(q, pending, weighting, None)
 
 
-def _attend_stored(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence | None) -> Tensor:
+def _attend_cached(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence | None) -> Tensor:
     """Return attention of the last tokens over all cached ones. With a `sequence`, `q` is of this rank's share.
 
     Over latents queries are absorbed: multiplied by the projection of the keys.
@@ -118,11 +120,11 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, sequen
 
 
 def _prefill(
-    q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence, stores_keys: bool
+    q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence, appends_keys: bool
 ) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     settings = pending.layer.cache.settings
-    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask) if stores_keys else pending.layer.cached
+    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask) if appends_keys else pending.layer.cached
     if not sequence.has_prefix:
         scale, softcap, bias = weighting.scores
         options = AttentionOptions(
@@ -149,19 +151,20 @@ def _prefill(
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
         out = attend_prompt(arguments, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
-    if stores_keys:
-        store_shard(kv_cache, *pending.stored, sequence)
-    return _attend_stored(q, pending, weighting, sequence) if sequence.has_prefix else out
+    if appends_keys:
+        append_sequence(kv_cache, *pending.tensors_to_append, sequence)
+    return _attend_cached(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 
-def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepCache:
+def _append_step(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return what holds them."""
     kv_cache = pending.layer.reserve_step(pending, new, mask)
     try:
         check_cached_padding(kv_cache, spec.token_mask, new, mask)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv_cache.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    token_mask = None if spec.token_mask is None else spec.token_mask[:, -new:]
+    kv_cache.append(*pending.tensors_to_append, token_mask=token_mask)
     return kv_cache
 
 

@@ -130,11 +130,11 @@ def _attend_by_spec(
     with without_autocast(q):
         if not isinstance(key, PendingKV):
             return attend_without_cache(q, k, v, weighting, spec)
-        stores_keys = not getattr(module, "is_kv_shared_layer", False)  # a shared layer reads stored ones
+        appends_keys = not getattr(module, "is_kv_shared_layer", False)  # a shared layer reads stored ones
         if k is not key.k or v is not key.v or key.latents is not None:  # autocast has cast
             latents = None if key.latents is None else key.latents.to(k.dtype)
             key = replace(key, k=k, v=v, latents=latents)
-        out: Tensor = attend_with_cache(q, key, weighting, spec, stores_keys)
+        out: Tensor = attend_with_cache(q, key, weighting, spec, appends_keys)
     return out
 
 

@@ -57,7 +57,7 @@ def _check_family(family: Family, module: str) -> None:
     """Raise unless the code of a family, in a module, has what its record names."""
     source = ModuleSource(module)
     for part, names in family.stores.items():
-        for name in sorted({*names.split()} - source.stored(part)):
+        for name in sorted({*names.split()} - source.assigned_attributes(part)):
             raise_lost(family.type, f"{part}.{name}")
     _check_sources(family.type, source, family.sources.items())
     for pins in family.uses:
@@ -132,7 +132,7 @@ class ModuleSource:
         lines = [line for number in numbers if (line := self.lines[number - 1].strip()) and not line.startswith("#")]
         return sha256("\n".join(lines).encode()).hexdigest()[:12]
 
-    def stored(self, name: str) -> set[str]:
+    def assigned_attributes(self, name: str) -> set[str]:
         """Return the attributes that a class sets on its instances."""
         nodes = ast.walk(self.parts[name]) if name in self.parts else ()
         targets = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))

@@ -149,7 +149,9 @@ class StepGraph:
         """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
         shards = [kv_cache.own_shard for kv_cache in self.cache.kv_caches]
         memory = [
-            x for shard in shards for x in (*shard.stored, shard.earlier_pieces, shard.token_index, shard.device_counts)
+            x
+            for shard in shards
+            for x in (*shard.kv_tensors, shard.earlier_pieces, shard.token_index, shard.device_counts)
         ]
         return (inputs[TOKENS].shape, self._options(inputs)), memory
 

@@ -46,15 +46,15 @@ class Uploader:
 
         A part is valid until the next one is asked for.
         """
-        stored = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
-        part_slots = _slots_of_part(stored)
+        kv_tensors = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
+        part_slots = _slots_of_part(kv_tensors)
         current = torch.cuda.current_stream(self.device)
         for index, first in enumerate(range(start, stop, part_slots)):
             last = min(stop, first + part_slots)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
             length = int(piece.device_counts[LENGTH])
             tensors = [torch.tensor([length, last - first], device="cpu"), piece.token_index[slots]]
-            tensors += [x[:, :, slots] for x in stored]
+            tensors += [x[:, :, slots] for x in kv_tensors]
             buffer = self._buffer(index % 2, tensors)
             offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
@@ -85,9 +85,9 @@ def uploader_to(device: torch.device) -> Uploader:
     return Uploader(device)
 
 
-def _slots_of_part(stored: Sequence[Tensor]) -> int:
+def _slots_of_part(kv_tensors: Sequence[Tensor]) -> int:
     """Return the slots of a part of keys, or of keys and values."""
-    size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in stored)
+    size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in kv_tensors)
     return max(1, PART_BYTES // size)
 
 

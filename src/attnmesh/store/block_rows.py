@@ -56,7 +56,7 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
             rows[name_of_group(kv_caches, group)] = _join(indices, bounds, 0)
             for layer in group:
                 shard = kv_caches[layer].own_shard
-                held = [*(piece.stored for piece in shard.earlier_pieces), shard.stored]
+                held = [*(piece.kv_tensors for piece in shard.earlier_pieces), shard.kv_tensors]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
@@ -164,7 +164,7 @@ class CacheFiller:
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
         shard, config = self.kv_caches[layer].own_shard, self.kv_caches[layer].config
         token_index = rows[name_of_group(self.kv_caches, [layer])]
-        for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+        for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
             shape = config.batch, mapping.head_count, len(token_index), x.shape[3]
             if tuple(saved_rows.shape) != shape or saved_rows.dtype != x.dtype:

@@ -327,7 +327,7 @@ def _copy_heads(
         return
     config = shard.config
     heads = saved.slice_of(shard.config.kv_heads)
-    for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+    for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
         saved_rows = file.read(
             f"{kind} {layer}", x.dtype, (config.batch, heads.stop - heads.start, token_count, x.shape[3])
         )

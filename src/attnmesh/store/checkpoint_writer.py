@@ -71,10 +71,10 @@ class SavedGroup(NamedTuple):
         """Return the group of these layers."""
         first = shards[layers[0]]
         saved = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
-        stored = {
-            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
+        kv_tensors = {
+            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].kv_tensors, strict=False)
         }
-        tensors = {name: x[:, :, saved] for name, x in stored.items()}
+        tensors = {name: x[:, :, saved] for name, x in kv_tensors.items()}
         rewritten = first.config.mask is not None or manifest.length_of(layers[0]) != manifest.length
         return SavedGroup(layers[0], rewritten, first.token_index[saved], tensors)
 

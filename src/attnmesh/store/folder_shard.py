@@ -50,7 +50,7 @@ FOLDER_SUBJECT = "KVCache folder"
 
 
 class FolderShard(OrderedShard):
-    """Tokens of one rank in the files of a layer. `earlier_pieces` are whole, `stored` is the last one."""
+    """Tokens of one rank in the files of a layer. `earlier_pieces` are whole, `kv_tensors` are of the last one."""
 
     is_in_files = True
 
@@ -128,7 +128,7 @@ class FolderShard(OrderedShard):
             self._open_whole(whole_pieces)
             piece = make_filling(self.files, whole_pieces, self.shapes)
             used = len(token_index)
-            for x, row in zip(piece.stored, rows, strict=True):
+            for x, row in zip(piece.kv_tensors, rows, strict=True):
                 x[:, :, :used] = row
             piece.token_index[:used] = token_index
             end = [(whole_pieces * PIECE_TOKENS + used, piece.digest(0, used))] if used else []
@@ -145,25 +145,25 @@ class FolderShard(OrderedShard):
             self._keep(piece)
         for index, (file, piece) in enumerate(opened):
             for _, next_piece in opened[index : index + 4]:
-                next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.stored))
+                next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.kv_tensors))
             check_whole_piece(file, piece, names)
-            piece.file.leave(*piece.stored)
+            piece.file.leave(*piece.kv_tensors)
             self.earlier_pieces = self._with_whole(file, piece)
 
     def _keep(self, piece: MappedPiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
-        piece.file.kept = self.take_memory(sum(x.nbytes for x in piece.stored))
+        piece.file.kept = self.take_memory(sum(x.nbytes for x in piece.kv_tensors))
 
     def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
         chain = extend_chain(self.chains[self.whole_count], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.whole_count + 1], chain]
         index = torch.cat((piece.token_index, piece.token_index[-1:]))
-        return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
+        return (*self.earlier_pieces, FrozenPiece(piece.kv_tensors, index, None, piece.file))
 
     def _fill(self, piece: MappedPiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, after its first `used` rows, which are tokens."""
-        self.piece, self.stored, self.token_index = piece, piece.stored, piece.token_index
+        self.piece, self.kv_tensors, self.token_index = piece, piece.kv_tensors, piece.token_index
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
@@ -231,10 +231,10 @@ class FolderShard(OrderedShard):
             self._mend(length_and_used)
             serial = self.journal.last.serial + 1
             fields = self._fields(tokens, length, serial)
-            if native_append(self.stored, rows, self.token_index, self.device_counts, fields):
+            if native_append(self.kv_tensors, rows, self.token_index, self.device_counts, fields):
                 self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
-            for x, row in zip(self.stored, rows, strict=True):
+            for x, row in zip(self.kv_tensors, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
             own_tokens = torch.arange(length - count, length, device="cpu") if tokens is None else tokens
             self.token_index[used:stop] = own_tokens
@@ -301,7 +301,7 @@ class FolderShard(OrderedShard):
         removed = range(piece_index, self.whole_count)
         piece = make_filling(self.files, piece_index, self.shapes)
         old = self.files.filling(self.whole_count)
-        for x, row in zip(piece.stored, last.stored, strict=True):
+        for x, row in zip(piece.kv_tensors, last.kv_tensors, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
@@ -309,7 +309,8 @@ class FolderShard(OrderedShard):
         self._turn_to(self.earlier_pieces[:piece_index], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
-            if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
+            # A file with tensors of other layers may be needed by them yet.
+            if path.exists() and len(TensorFile(path).entries) <= len(self.kv_tensors) + 1:
                 path.unlink()
 
     def fork(self) -> CacheShard:
@@ -317,7 +318,7 @@ class FolderShard(OrderedShard):
         used = self.used_slots
         config = replace(self.config, capacity=1)
         other = CacheShard(config, self.heads_axis, self.block_cyclic, self.device, self.index)
-        other.stored = [x[:, :, : used + 1] for x in self.stored]
+        other.kv_tensors = [x[:, :, : used + 1] for x in self.kv_tensors]
         other.token_index, other.device_counts, other.earlier_pieces = (
             self.token_index[: used + 1],
             self.device_counts.clone(),

@@ -84,7 +84,7 @@ class MappedPiece(NamedTuple):
     """Tokens of a layer in a mapped file: rows of keys and values, with a slot more, and the index of each token."""
 
     file: MappedFile
-    stored: list[Tensor]
+    kv_tensors: list[Tensor]
     token_index: Tensor
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
@@ -92,7 +92,7 @@ class MappedPiece(NamedTuple):
 
         It is computed from the checksums that the piece would have if all other rows were zeros.
         """
-        rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
+        rows = [x[:, :, start:stop] for x in self.kv_tensors] if rows is None else rows
         digests = [digest_of_rows(x, start, PIECE_TOKENS) for x in (*rows, self.token_index[start:stop])]
         return wrapped(sum((2 * n + 1) * digest for n, digest in enumerate(digests)))
 
@@ -144,7 +144,7 @@ def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, M
 
 def check_whole_piece(file: TensorFile, piece: MappedPiece, names: Sequence[str]) -> None:
     """Read a whole piece. Raise unless it is as it was written."""
-    for name, x in zip(names, (*(x[:, :, :PIECE_TOKENS] for x in piece.stored), piece.token_index), strict=True):
+    for name, x in zip(names, (*(x[:, :, :PIECE_TOKENS] for x in piece.kv_tensors), piece.token_index), strict=True):
         file.check(name, x)
 
 
@@ -188,7 +188,7 @@ def make_whole(
     whole_file = files.whole(piece_index)
     if whole_file.exists() and not path.exists():
         return open_whole(whole_file, files.layer, shapes)
-    rows = (*(x[:, :, :PIECE_TOKENS] for x in piece.stored), piece.token_index)
+    rows = (*(x[:, :, :PIECE_TOKENS] for x in piece.kv_tensors), piece.token_index)
     begin, _ = header_of(entries, dict(zip(entries, checksums or map(tensor_checksum, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -219,7 +219,7 @@ class LastPieceFile:
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
         self.count = checked_filling(path, self.piece, journal)
-        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.token_index), strict=True))
+        self.tensors = dict(zip(shapes.named(layer), (*self.piece.kv_tensors, self.piece.token_index), strict=True))
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the rows of a tensor that are tokens."""

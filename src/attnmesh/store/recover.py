@@ -174,11 +174,11 @@ class _Moves:
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
                 slots = own_shard.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
-                kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
+                kv = (x[:, source, saved].index_select(2, slots) for x in shard.kv_tensors)
                 sends[peer] += tokens[slots], *kv
             for old, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
-                kv = (meta_like(x[:, target], count) for x in own_shard.stored)
+                kv = (meta_like(x[:, target], count) for x in own_shard.kv_tensors)
                 receives[peer] += meta_like(own_shard.token_index, count, 0), *kv
         received = all_to_all(sends, receives, self.axis)
         forgotten = own_shard.turn.count(self.firsts[layer])
@@ -188,7 +188,7 @@ class _Moves:
                 tokens = next(arrived)
                 slots = own_shard.turn.slot(tokens) - forgotten
                 own_shard.token_index.index_copy_(0, slots, tokens)
-                for x in own_shard.stored:
+                for x in own_shard.kv_tensors:
                     x[:, target].index_copy_(2, slots, next(arrived))
         cache.local_shards.mark_present(self.length, token_mask, self.firsts[layer])
 

@@ -29,7 +29,7 @@ class JoinedKV(PendingKV):
     """Keys of new tokens, which are their values too. The model joins them with the entries it was given: none."""
 
     @property
-    def stored(self) -> tuple[Tensor, None]:
+    def tensors_to_append(self) -> tuple[Tensor, None]:
         """The keys alone."""
         return self.k, None
 

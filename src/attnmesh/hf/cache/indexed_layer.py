@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, store_shard
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, append_sequence
 from attnmesh.hf.cache.layer_protocols import LayersCache
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -57,7 +57,7 @@ class IndexedLayer(ShardedLayer):
         if scores.whole:
             index.append(new, token_mask=sequence.token_mask)
         else:
-            store_shard(index, new, None, sequence)
+            append_sequence(index, new, None, sequence)
         if not sequence.has_prefix:
             return select_in_shards(scores, new[:, 0], sequence, k)
         operands = [sequence.gather_tokens(x) for x in scores.operands]

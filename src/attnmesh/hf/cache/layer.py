@@ -42,7 +42,7 @@ class PendingKV(Opaque):
     latents: Tensor | None = None
 
     @property
-    def stored(self) -> tuple[Tensor, Tensor | None]:
+    def tensors_to_append(self) -> tuple[Tensor, Tensor | None]:
         """Tensors for the cache to append."""
         return (self.k, self.v) if self.latents is None else (self.latents, None)
 
@@ -105,7 +105,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for `tokens` more, counted over all ranks. `mask` is the layer's."""
-        k, v = pending.stored
+        k, v = pending.tensors_to_append
         kv_cache = _cache_to_extend(self.kv_cache, k.shape[0])
         if kv_cache is None:
             settings = self.cache.settings
@@ -299,7 +299,7 @@ class TailLayer(ShardedLayer):
         self.tensors = {}
 
 
-def store_shard(kv_cache: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
+def append_sequence(kv_cache: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
     if isinstance(sequence.layout, Striped):
         # Without a prefix, only later tokens attend to the cache.

@@ -116,8 +116,8 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     if is_shared:  # each rank has its share of the weights
         weights = [row[0] for row in dist_all_gather_ints(weights, mesh.axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
-    stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
-    parts = [VERSION, __version__, transformers_version, store.source, weights, config, stored]
+    cache_options = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
+    parts = [VERSION, __version__, transformers_version, store.source, weights, config, cache_options]
     return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=HASH_BYTES).hexdigest()
 
 

@@ -187,8 +187,8 @@ class RankWorker:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
         caches = [cache for cache_id, cache in self.caches.items() if cache_id not in without]
         shards = [kv_cache.own_shard for cache in caches for kv_cache in cache.kv_caches]
-        tensors = [x for shard in shards for x in shard.stored]
-        tensors += [x for shard in shards for piece in shard.earlier_pieces for x in piece.stored]
+        tensors = [x for shard in shards for x in shard.kv_tensors]
+        tensors += [x for shard in shards for piece in shard.earlier_pieces for x in piece.kv_tensors]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)

@@ -16,7 +16,7 @@ FILE_FIELDS = struct.Struct("5P7q")
 
 
 def native_append(
-    stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, device_counts: Tensor, file: bytes = b""
+    kv_tensors: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, device_counts: Tensor, file: bytes = b""
 ) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
 
@@ -27,7 +27,7 @@ def native_append(
     function = library().append_to_file if file else library().append
     if function is None:
         return False
-    keys, values, new_keys, new_values = stored[0], stored[-1], new[0], new[-1]
+    keys, values, new_keys, new_values = kv_tensors[0], kv_tensors[-1], new[0], new[-1]
     strides = *keys.stride(), *values.stride(), *new_keys.stride(), *new_values.stride()
     if strides[3::4] != (1, 1, 1, 1):
         return False
@@ -43,7 +43,7 @@ def native_append(
         width,
         new_values.shape[3],
         new_keys.itemsize,
-        len(stored),
+        len(kv_tensors),
         batch,
         heads,
         tokens,
