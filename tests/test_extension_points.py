@@ -48,14 +48,14 @@ class Dense(Kernel):
         return Partial(*dense(q, k, v, rectangle.visible(), scaling.scale)[:2])
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         weights = (q @ k.mT * scaling.scale).masked_fill(~rectangle.visible(), -torch.inf)
-        weights = torch.exp(weights - saved.lse.unsqueeze(-1))
-        delta = (saved.out * saved.dout).sum(-1, keepdim=True)
-        dlogits = weights * (saved.dout @ v.mT - delta) * scaling.scale
-        dk, dv = (x.unflatten(1, (2, -1)).sum(2) for x in (dlogits.mT @ q, weights.mT @ saved.dout))
+        weights = torch.exp(weights - inputs.lse.unsqueeze(-1))
+        delta = (inputs.out * inputs.dout).sum(-1, keepdim=True)
+        dlogits = weights * (inputs.dout @ v.mT - delta) * scaling.scale
+        dk, dv = (x.unflatten(1, (2, -1)).sum(2) for x in (dlogits.mT @ q, weights.mT @ inputs.dout))
         return Gradients(dlogits @ k, dk, dv)
 
 

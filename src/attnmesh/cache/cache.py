@@ -147,7 +147,7 @@ class KVCache(CacheProperties):
         self.guard = CallGuard(self.rank_mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
-        self.saved = SavedPieces()
+        self.saved_pieces = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
         places = self.rank_mesh, self.token_axis, self.device
@@ -168,7 +168,7 @@ class KVCache(CacheProperties):
     def _twin(self) -> "KVCache":
         """Return a cache with the shards of this one, which the caller replaces."""
         other = copy(self)
-        other.saved, other.history = SavedPieces(), self.history.copied_to(self.device)
+        other.saved_pieces, other.history = SavedPieces(), self.history.copied_to(self.device)
         return other
 
     @torch.no_grad()
@@ -194,7 +194,7 @@ class KVCache(CacheProperties):
         (20, 23)
         """
         with self.guard.agreement("fork", lambda: {"tokens": self.length}):
-            self.saved.check_written()
+            self.saved_pieces.check_written()
         other = self._twin()
         other.local_shards = self.local_shards.fork()
         return other
@@ -316,14 +316,14 @@ class KVCache(CacheProperties):
         >>> cache.length
         2
         """
-        self.saved.finish_writing()
+        self.saved_pieces.finish_writing()
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
         with self.guard.agreement("truncate", always=always) as agreement:
             self.local_shards.check_length(length, before)
             numbers = (self.token_axis.index, self.own_shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
-        self.saved.forget(self.own_shard.count_before(length))
+        self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
             self.local_shards.truncate(length, table)
         self.changes += 1
@@ -402,9 +402,9 @@ class KVCache(CacheProperties):
         """
         with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
             check_order(self.config, batch_index)
-        self.saved.finish_writing()
+        self.saved_pieces.finish_writing()
         index = batch_index.to(self.device)
-        self.saved.forget()  # after an error, a save would link to files in the former order
+        self.saved_pieces.forget()  # after an error, a save would link to files in the former order
         for shard in self.local_shards.all:
             shard.reorder(index)
         self.history.add_order(index)

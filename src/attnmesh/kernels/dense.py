@@ -41,7 +41,7 @@ def backward_dense(
     rows: Tensor,
     keys: Tensor,
     values: Tensor,
-    saved: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     hidden: Tensor | None,
     scaling: Scaling,
     columns: Tensor | None = None,
@@ -50,7 +50,7 @@ def backward_dense(
 
     Under a soft cap `dlogit` has the factor `1 - tanh^2` more. The gradient of a bias is the sum over its logits.
     """
-    lse, dout, delta = saved
+    lse, dout, delta = inputs
     keys = widen(keys)
     rows, biases = _without_bias(rows, keys)
     products = _logits_or_tanh(rows, keys, scaling)

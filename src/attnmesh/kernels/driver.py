@@ -82,7 +82,7 @@ def backward_band(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: BackwardInputs,
+    inputs: BackwardInputs,
     band: Band | SelectedKeys,
     scaling: Scaling,
     counts: KeyCounts = None,
@@ -90,30 +90,30 @@ def backward_band(
     """Return gradients over the band, in the inputs' dtype or wider."""
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
-            return backward_selected(q, k, v, _without_unseeing_rows(saved), band, scaling)
+            return backward_selected(q, k, v, _without_unseeing_rows(inputs), band, scaling)
     if counts:
         parts = [
-            backward_band(kernel, q[some], k[some], v[some], saved.select_sequences(some), band.first(count), scaling)
+            backward_band(kernel, q[some], k[some], v[some], inputs.select_sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
     rectangles = _cut(kernel, band, q, k, v)
     sign, scaling = scaling.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
-    saved = _without_unseeing_rows(saved)
+    inputs = _without_unseeing_rows(inputs)
     with without_autocast(q):
         if _is_one_rectangle(rectangles, q, k):
-            dq, dk, dv = kernel.backward(q, k, v, saved, rectangles[0], scaling)
+            dq, dk, dv = kernel.backward(q, k, v, inputs, rectangles[0], scaling)
         else:
-            dq, dk, dv = backward_rectangles(partial_of(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
+            dq, dk, dv = backward_rectangles(partial_of(kernel.backward, scaling=scaling), q, k, v, inputs, rectangles)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
-def _without_unseeing_rows(saved: BackwardInputs) -> BackwardInputs:
+def _without_unseeing_rows(inputs: BackwardInputs) -> BackwardInputs:
     """Return the tensors with lse +inf and dout 0 in empty rows, so that all their weights are e^-inf = 0."""
-    empty = saved.lse == -torch.inf
-    lse, dout = saved.lse.masked_fill(empty, torch.inf), saved.dout.masked_fill(empty.unsqueeze(-1), 0.0)
-    return BackwardInputs(saved.out, lse, dout)
+    empty = inputs.lse == -torch.inf
+    lse, dout = inputs.lse.masked_fill(empty, torch.inf), inputs.dout.masked_fill(empty.unsqueeze(-1), 0.0)
+    return BackwardInputs(inputs.out, lse, dout)
 
 
 def _attend_rectangle(

@@ -149,11 +149,11 @@ class Kernel:
         raise NotImplementedError
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys.
 
-        Of `saved.out` only `sum(out * dout)` of each row counts: on a mesh it is another tensor with this sum.
+        Of `inputs.out` only `sum(out * dout)` of each row counts: on a mesh it is another tensor with this sum.
         """
         raise NotImplementedError
 

@@ -83,11 +83,11 @@ def _backward(
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
     visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
-    saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
+    inputs = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
-    gradients = backward_band(chosen, *qkv, saved, band, scaling, counts)
+    gradients = backward_band(chosen, *qkv, inputs, band, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv

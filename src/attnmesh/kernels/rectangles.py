@@ -218,13 +218,13 @@ def backward_rectangles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: BackwardInputs,
+    inputs: BackwardInputs,
     rectangles: Sequence[Rectangle],
 ) -> Gradients:
     """Return the sum of the gradients of rectangles, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for rectangle in rectangles:
-        part = backward(*rectangle.slices(q, k, v), saved.select_queries(rectangle.queries), rectangle)
+        part = backward(*rectangle.slices(q, k, v), inputs.select_queries(rectangle.queries), rectangle)
         for gradient, share in zip(rectangle.slices(*total), part, strict=True):
             gradient.add_(share)
     return total

@@ -168,15 +168,15 @@ def _attend_in_place(
 
 
 def backward_selected(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, scaling: Scaling
+    q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, selected: SelectedKeys, scaling: Scaling
 ) -> Gradients:
     """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
     # Gradients are added to memory in order: with other strides that takes ten times as long.
     total = Gradients(*(x.new_zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     kv_heads = k.shape[1]
-    delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
+    delta = (inputs.out.to(sum_dtype(q.dtype)) * inputs.dout).sum(-1, keepdim=True)
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
-        saved_parts = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
+        saved_parts = [tile.take(x, kv_heads) for x in (inputs.lse.unsqueeze(-1), inputs.dout, delta)]
         hidden = tile.mask()
         part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_parts, hidden, scaling)
         nothing = hidden.all(-1, keepdim=True)  # a query that sees no key has gathered any one, with any numbers

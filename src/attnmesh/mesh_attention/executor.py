@@ -51,11 +51,11 @@ class GroupUnderWay:
 
 
 def forward(
-    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, saved: HeadTensors | None = None
+    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own_heads: HeadTensors | None = None
 ) -> Partial:
     """Return the partial of this rank's queries over all keys. It has the sinks, and its out is in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents. `saved`, if it is given, is memory for q, k and v of this
+    `kv` are this rank's keys and values, or its latents. `own_heads`, if it is given, is memory for q, k and v of this
     rank's heads, which the backward pass takes.
 
         first group     swap in   gather    attend    return    swap out
@@ -65,7 +65,7 @@ def forward(
     """
 
     def swap_in(group: HeadGroup) -> FinishSwap:
-        into = None if saved is None else task.heads_of(group, saved)
+        into = None if own_heads is None else task.heads_of(group, own_heads)
         return task.along_heads.swap_in(HeadTensors((q,), kv), group, into)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
@@ -137,9 +137,9 @@ def _return_results(
     accumulate(finish(), totals)
 
 
-def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v. `saved` has q, k and v of its heads, of its chunk's tokens."""
-    (q,), kv = saved
+def backward(own_heads: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `own_heads` are those of its chunk's tokens."""
+    (q,), kv = own_heads
     schedule = task.schedule
     delta = (inputs.out.to(sum_dtype(q.dtype)) * inputs.dout).sum(-1)
     key_heads = task.groups[-1][-1].kv_heads.stop  # key heads of all ranks: the last group of the last rank ends there
@@ -148,7 +148,7 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
 
     def swap_in(group: HeadGroup) -> FinishSwap:
         finish = task.along_heads.swap_in(HeadTensors((inputs.dout, inputs.lse, delta)), group)
-        some_q, some_kv = task.heads_of(group, saved)
+        some_q, some_kv = task.heads_of(group, own_heads)
         return lambda: HeadTensors(some_q + finish().query_tensors, some_kv)
 
     def swap_out(own: Gradients, group: HeadGroup) -> Iterator[None]:
@@ -162,7 +162,7 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
 
     pending = PendingReturns()
     for gathered in _gathered_groups(swap_in, task):
-        heads = task.heads_of(gathered.group, saved)
+        heads = task.heads_of(gathered.group, own_heads)
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in heads.query_tensors + heads.key_tensors))
         dq = _backward_heads(gathered, task, pending, (own.k, own.v))
         returning = _return_results((dq,), schedule.query_step, task.query_channel, _add_returned, (own.q,))

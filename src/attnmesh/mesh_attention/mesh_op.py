@@ -103,10 +103,10 @@ def _are_equal(numbers: Tensor, mesh: RankMesh) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    out, lse, *saved_qkv = output
+    out, lse, *head_tensors = output
     ctx.spec_or_code = inputs[6:]  # (spec,), or (names, numbers) of an operator
-    ctx.save_for_backward(*(saved_qkv or qkv), sinks, key_lengths, indices, out, lse)
-    ctx.mark_non_differentiable(lse, *saved_qkv)
+    ctx.save_for_backward(*(head_tensors or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *head_tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -167,14 +167,14 @@ def mesh_op(
     spec = AttentionSpec.from_code(names, numbers)
     spec.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *saved = _run_spec(q, k, v, sinks, key_lengths, indices, spec)
+        out, *head_tensors = _run_spec(q, k, v, sinks, key_lengths, indices, spec)
     except RankFailure as failure:
         ranks, step, axis, why = failure.args
         cause = "; or shards are uneven: then pass length= to attention in torch.compile" * spec.counts_assumed
         raise RankFailure(ranks, step, axis, why + cause) from failure
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), spec.mesh), torch.nan)
-    return [out, *saved]
+    return [out, *head_tensors]
 
 
 def _fake_gradients(

@@ -68,12 +68,12 @@ class Task:
             if isinstance(step.band, SelectedKeys)
         ]
 
-    def heads_of(self, group: HeadGroup, saved: HeadTensors) -> HeadTensors:
-        """Return a group's heads, as views. `saved` has this rank's heads of all groups."""
+    def heads_of(self, group: HeadGroup, own_heads: HeadTensors) -> HeadTensors:
+        """Return a group's heads, as views. `own_heads` are this rank's heads of all groups."""
         index = self.spec.mesh.heads.index
         first, heads = self.groups[0][index], group[index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return saved.some_heads(HeadSlices(*within))
+        return own_heads.some_heads(HeadSlices(*within))
 
     def with_visible_keys(self, key_lengths: Tensor | None, indices: Tensor | None) -> "Task":
         """Return the task with the real keys of each step; with `indices`, with the selected ones of these."""

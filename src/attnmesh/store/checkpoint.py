@@ -89,9 +89,9 @@ def _load_once(
         saved_layers = _unless_changed(
             lambda: _checked_layers(path, device_mesh, to_load, **options), path, before, again=again
         )
-        saved = None if saved_layers is None else saved_layers.manifest
-        fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": options["shares"]}
-        numbers = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
+        own_manifest = None if saved_layers is None else saved_layers.manifest
+        fields = {"of": None if again else own_manifest, "capacity": to_load.capacity, "shares": options["shares"]}
+        numbers = [0, 0] if own_manifest is None else [int(own_manifest.name, 16) >> 2, own_manifest.length]
         table = agreement.compare(fields, payload=numbers)
     if saved_layers is None or len({name for name, _ in table}) > 1:
         return None
@@ -316,17 +316,17 @@ def _copy_heads(
     shard: CacheShard,
     file: TensorFile | LastPieceFile,
     layer: int,
-    saved: Axis,
+    file_axis: Axis,
     own_rows: Tensor,
     slots: Tensor,
     token_count: int,
 ) -> None:
-    """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
-    to, source = _shared_heads(shard, saved)
+    """Copy this rank's heads and tokens of a file written at `file_axis` of the heads."""
+    to, source = _shared_heads(shard, file_axis)
     if to.start >= to.stop:
         return
     config = shard.config
-    heads = saved.slice_of(shard.config.kv_heads)
+    heads = file_axis.slice_of(shard.config.kv_heads)
     for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
         saved_rows = file.read(
             f"{kind} {layer}", x.dtype, (config.batch, heads.stop - heads.start, token_count, x.shape[3])
@@ -334,6 +334,6 @@ def _copy_heads(
         x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own_rows].to(shard.device))
 
 
-def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
+def _shared_heads(shard: CacheShard, file_axis: Axis) -> tuple[slice, slice]:
     """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return intersect(shard.heads_axis.slice_of(shard.config.kv_heads), saved.slice_of(shard.config.kv_heads))
+    return intersect(shard.heads_axis.slice_of(shard.config.kv_heads), file_axis.slice_of(shard.config.kv_heads))

@@ -70,13 +70,13 @@ class SavedGroup(NamedTuple):
     def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
         """Return the group of these layers."""
         first = shards[layers[0]]
-        saved = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
+        saved_slots = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
         kv_tensors = {
             f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].kv_tensors, strict=False)
         }
-        tensors = {name: x[:, :, saved] for name, x in kv_tensors.items()}
+        tensors = {name: x[:, :, saved_slots] for name, x in kv_tensors.items()}
         rewritten = first.config.mask is not None or manifest.length_of(layers[0]) != manifest.length
-        return SavedGroup(layers[0], rewritten, first.token_index[saved], tensors)
+        return SavedGroup(layers[0], rewritten, first.token_index[saved_slots], tensors)
 
 
 def save_layers(
@@ -94,14 +94,15 @@ def save_layers(
     that keys of some layers stand for several tokens. A key of the first layer stands for one.
     """
     for cache in caches:
-        if cache.saved.last is not None and not cache.saved.last.concluded:
-            _wait_for_last(cache.saved.last)  # two saves at once would write the same files
+        if cache.saved_pieces.last is not None and not cache.saved_pieces.last.concluded:
+            _wait_for_last(cache.saved_pieces.last)  # two saves at once would write the same files
     own_shards = [cache.local_shards.join_pieces() for cache in caches]
     mesh = caches[0].rank_mesh
-    saved = caches[0].saved
+    saved_pieces = caches[0].saved_pieces
     shards = [cache.local_shards for cache in caches]
-    if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
-        saved = SavedPieces(caches)
+    is_shared = all(cache.saved_pieces is saved_pieces for cache in caches)
+    if saved_pieces.cache_ids != tuple(map(id, caches)) or not is_shared:
+        saved_pieces = SavedPieces(caches)
     is_coordinator = mesh.shard_index == 0
     with Agreement(mesh, "save") as agreement:
         prepared = _prepare(path, shards, extra_tensors or {}, note, is_coordinator, lengths_differ)
@@ -111,14 +112,14 @@ def save_layers(
     groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
     coordinates = (own_shards[0].heads_axis.index, own_shards[0].index)
     lock = WriterLock()
-    write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)
+    write = partial(_write, folder, manifest, coordinates, groups, saved_pieces, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
-    saved.last = Saving(mesh, write, publish, partial(_end, folder, manifest, coordinates, lock))
+    saved_pieces.last = Saving(mesh, write, publish, partial(_end, folder, manifest, coordinates, lock))
     for cache in caches:
-        cache.saved = saved
+        cache.saved_pieces = saved_pieces
     if wait:
-        saved.last.wait()
-    return saved.last
+        saved_pieces.last.wait()
+    return saved_pieces.last
 
 
 def _wait_for_last(last: Saving) -> None:
@@ -250,7 +251,7 @@ def _write(
     manifest: Manifest,
     coordinates: tuple[int, int],
     groups: Sequence[SavedGroup],
-    saved: SavedPieces,
+    saved_pieces: SavedPieces,
     extra_tensors: Mapping[str, Tensor],
     lock: WriterLock,
 ) -> None:
@@ -272,12 +273,13 @@ def _write(
             if group.is_rewritten:
                 link_or_write(folder / name, tensors)
                 continue
-            trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
-            checksums = saved.get((start, stop))
-            saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in earlier], trusted, checksums)
+            checksums = saved_pieces.get((start, stop))
+            trusted = None if saved_pieces.folder is None or checksums is None else saved_pieces.folder / name
+            paths = [other / name for other in earlier]
+            saved_pieces[start, stop] = link_or_write(folder / name, tensors, paths, trusted, checksums)
         if extra_tensors:
             link_or_write(folder / MORE, extra_tensors)
-        saved.folder = folder
+        saved_pieces.folder = folder
         sync_folders(folder, path, path.parent)
 
 

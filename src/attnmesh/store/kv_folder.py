@@ -24,7 +24,7 @@ from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, read_piece, saved_pieces
+from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, pieces_of_save, read_piece
 from attnmesh.store.manifest import MANIFEST, Manifest, checked_folder, read_manifest, write_manifest
 from attnmesh.store.piece_files import piece_files
 from attnmesh.store.private_folder import check_private, make_private, take_folder
@@ -158,9 +158,9 @@ class KVFolder:
         """Raise unless a layer is new, or configured as the files are."""
         if layer >= len(self.manifest.configs):
             return
-        saved = self.manifest.configs[layer]
-        if saved.to_code()[:4] + saved.to_code()[5:] != config.to_code()[:4] + config.to_code()[5:]:
-            expected = f"a cache of the sizes in {self.path}: {saved}"
+        folder_config = self.manifest.configs[layer]
+        if folder_config.to_code()[:4] + folder_config.to_code()[5:] != config.to_code()[:4] + config.to_code()[5:]:
+            expected = f"a cache of the sizes in {self.path}: {folder_config}"
             fix = "pass the sizes that it was made with, or another folder"
             raise StoreError(self.subject, expected, str(config), fix)
 
@@ -179,7 +179,7 @@ class KVFolder:
         whole_pieces = 0
         parts = list[list[Tensor]]()
         token_indices = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for start, stop, path in saved_pieces(files, paths):
+        for start, stop, path in pieces_of_save(files, paths):
             if stop - start == PIECE_TOKENS and not parts:
                 whole_pieces += 1
                 continue

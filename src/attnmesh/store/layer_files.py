@@ -243,7 +243,7 @@ def read_piece(path: Path, layer: int, shapes: RowShapes, tokens: int) -> list[T
     return [file.read(name, dtype, shape) for name, (dtype, shape) in shapes.named(layer, tokens).items()]
 
 
-def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
+def pieces_of_save(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
     for start, stop in sorted(paths):

@@ -171,10 +171,10 @@ class _Moves:
         for rank, (peer, head_rank, index) in enumerate(self.ranks):
             for old, source, _ in self._common_heads(layer, self.mesh.shard_index, head_rank):
                 shard = _shard(self.old[layer], old)
-                saved = self._slots(layer, shard)
-                tokens = shard.token_index[saved]
+                own_slots = self._slots(layer, shard)
+                tokens = shard.token_index[own_slots]
                 slots = own_shard.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
-                kv = (x[:, source, saved].index_select(2, slots) for x in shard.kv_tensors)
+                kv = (x[:, source, own_slots].index_select(2, slots) for x in shard.kv_tensors)
                 sends[peer] += tokens[slots], *kv
             for old, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]

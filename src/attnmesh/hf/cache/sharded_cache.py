@@ -364,7 +364,7 @@ class ShardedCache(FolderLayers):
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            if self.kv_caches and self.kv_caches[0].config.batch == 1 and self.kv_caches[0].saved.at_rest:
+            if self.kv_caches and self.kv_caches[0].config.batch == 1 and self.kv_caches[0].saved_pieces.at_rest:
                 if self.folder is not None:
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:

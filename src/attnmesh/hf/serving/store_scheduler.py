@@ -95,7 +95,7 @@ class StoreScheduler:
             self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
-        self.saved: deque[SavingCache] = deque()  # caches whose last blocks may still be being written
+        self.finishing: deque[SavingCache] = deque()  # caches whose last blocks may still be being written
         self.written_blocks = 0
         self.stopped = False
         self.loading: LoadingCache | None = None
@@ -171,7 +171,7 @@ class StoreScheduler:
                 blocks.append(entry)
             if blocks:
                 saves.append(SaveBlocks(saving.cache_id, blocks))
-        self.saved += [saving for saving in self.saving if saving.is_done or saving.cache_id in drops]
+        self.finishing += [saving for saving in self.saving if saving.is_done or saving.cache_id in drops]
         self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.cache_id not in drops)
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
@@ -377,15 +377,15 @@ class StoreScheduler:
             if went_to_folder and (nbytes := self.folder.size(block)):
                 self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
                 self.counts["store_blocks_written"] += 1
-        while self.saved and self.saved[0].last not in self.tiers.writing:
-            saving = self.saved.popleft()  # first blocks stay longest: without them later ones are of no use
+        while self.finishing and self.finishing[0].last not in self.tiers.writing:
+            saving = self.finishing.popleft()  # first blocks stay longest: without them later ones are of no use
             self._touch(self.tiers.prefix_blocks(saving.names, saving.ids, saving.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
     def _stop(self, error: int, rank: int) -> None:
         """Store no more blocks, and warn once."""
         self.stopped = True
-        for blocks in (self.saving, self.saved, self.tiers.writing):
+        for blocks in (self.saving, self.finishing, self.tiers.writing):
             blocks.clear()
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 

@@ -71,14 +71,14 @@ class FlashCPU(Kernel):
         return _recompute_doubtful(partial, q, k, v, rectangle, scaling)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients."""
         if scaling.capped:
-            return Reference().backward(q, k, v, saved, rectangle, scaling)
-        dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
+            return Reference().backward(q, k, v, inputs, rectangle, scaling)
+        dout, *qkv, out = _convert((inputs.dout, q, k, v, inputs.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, saved.lse, **_arguments(qkv[0], rectangle, packed=False), scale=scaling.scale
+            dout, *qkv, out, inputs.lse, **_arguments(qkv[0], rectangle, packed=False), scale=scaling.scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 

@@ -58,14 +58,14 @@ class Flash:
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's gradients. The random state is unused without dropout."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = (None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal, unused, unused)
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        lse = saved.lse.contiguous()
-        return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=scaling.scale))
+        lse = inputs.lse.contiguous()
+        return Gradients(*flash_backward(inputs.dout, q, k, v, inputs.out, lse, *options, scale=scaling.scale))
 
 
 class Cudnn(Flash):
@@ -95,24 +95,24 @@ class Cudnn(Flash):
         return Partial(out, lse.reshape(q.shape[:-1]))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's gradients, if it is not small, sums may be in any order, and they are correct here."""
         grouped, large = q.shape[1] != k.shape[1], min(q.shape[2], k.shape[2]) >= MIN_CUDNN_TOKENS
         where = q.device, q.dtype, q.shape[-1], grouped, rectangle.causal
         serves = large and not torch.are_deterministic_algorithms_enabled()
         backward = self.gradients if serves and _is_correct(self, *where, gradients=True) else super().backward
-        return backward(q, k, v, saved, rectangle, scaling)
+        return backward(q, k, v, inputs, rectangle, scaling)
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's gradients by cuDNN. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         options = (unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal)
         cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        lse = saved.lse.contiguous().unsqueeze(-1)
-        return Gradients(*cudnn_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=scaling.scale))
+        lse = inputs.lse.contiguous().unsqueeze(-1)
+        return Gradients(*cudnn_backward(inputs.dout, q, k, v, inputs.out, lse, *options, scale=scaling.scale))
 
 
 class Efficient:
@@ -128,15 +128,15 @@ class Efficient:
         return Partial(out, lse[..., : q.shape[2]])
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's gradients. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
-        lse = pad(saved.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
+        lse = pad(inputs.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
         efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        inputs = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, rectangle))
+        operands = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, rectangle))
         options = (unused, unused, 0.0, [True, True, True, False], rectangle.causal)
-        dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=scaling.scale)
+        dq, dk, dv, _ = efficient_backward(inputs.dout, *operands, inputs.out, lse, *options, scale=scaling.scale)
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
@@ -185,12 +185,12 @@ class CUDA(Kernel):
         return Partial(out[..., : v.shape[-1]], lse)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients."""
-        rows, keys, values, out, dout = _pad((q, k, v, saved.out, saved.dout), _width(q, v))
+        rows, keys, values, out, dout = _pad((q, k, v, inputs.out, inputs.dout), _width(q, v))
         operator = operator_of(rows, keys, values, rectangle)
-        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), rectangle, scaling)
+        gradients = operator.backward(rows, keys, values, BackwardInputs(out, inputs.lse, dout), rectangle, scaling)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
     def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
@@ -241,12 +241,12 @@ def _is_correct(
     exact = Reference().attend(q.float(), k.float(), v.float(), rectangle, scaling)
     try:
         if gradients:  # the row has seen other keys before: its out and lse are of all keys
-            saved = BackwardInputs(exact.out / 2, exact.lse + 0.7, dout.float())
+            inputs = BackwardInputs(exact.out / 2, exact.lse + 0.7, dout.float())
             expected: Sequence[Tensor] = Reference().backward(
-                q.float(), k.float(), v.float(), saved, rectangle, scaling
+                q.float(), k.float(), v.float(), inputs, rectangle, scaling
             )
-            saved = BackwardInputs(saved.out.to(dtype), saved.lse, dout)
-            computed: Sequence[Tensor] = operator.gradients(q, k, v, saved, rectangle, scaling)
+            inputs = BackwardInputs(inputs.out.to(dtype), inputs.lse, dout)
+            computed: Sequence[Tensor] = operator.gradients(q, k, v, inputs, rectangle, scaling)
         else:
             expected = exact
             computed = operator.attend(q, k, v, rectangle, scaling)

@@ -101,11 +101,11 @@ class Native(Kernel):
         return Partial(out, lse)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients."""
-        out = saved.out.to(q.dtype)
-        return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), rectangle, scaling)
+        out = inputs.out.to(q.dtype)
+        return FlashCPU().backward(q, k, v, BackwardInputs(out, inputs.lse, inputs.dout), rectangle, scaling)
 
 
 KERNEL = NATIVE = Native()

@@ -64,14 +64,14 @@ class Reference(Kernel):
         return attend_rectangles(attend_tile, q, k, v, _tiles(rectangle, q, k))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the gradients, summed over the rectangle's tiles."""
 
-        def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
+        def backward_tile(q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, tile: Rectangle) -> Gradients:
             hidden = _hidden(tile, q, k)
             columns = self._columns(rectangle, tile, q, k)
-            row_tensors = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
+            row_tensors = (_pack(x, k) for x in (q, inputs.lse.unsqueeze(-1), inputs.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *row_tensors)), strict=True)
             parts = [
                 backward_dense(rows, keys, values, more, hidden, scaling, columns)
@@ -80,8 +80,8 @@ class Reference(Kernel):
             gradients = (torch.cat(x) for x in zip(*parts, strict=True))
             return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
 
-        delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
-        return backward_rectangles(backward_tile, q, k, v, saved, _tiles(rectangle, q, k))
+        delta = (inputs.out.to(sum_dtype(q.dtype)) * inputs.dout).sum(-1, keepdim=True)
+        return backward_rectangles(backward_tile, q, k, v, inputs, _tiles(rectangle, q, k))
 
     def _columns(self, rectangle: Rectangle, tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
         """Return the column of the bias that each key of a tile takes, (rows, keys).

@@ -119,10 +119,10 @@ class Triton(Kernel):
         return merge_stack_on_device(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients, in float32: one launch over queries, one over keys."""
-        run = partial_of(_backward, q, k, v, saved, rectangle, scaling)
+        run = partial_of(_backward, q, k, v, inputs, rectangle, scaling)
         return _with_fitting_tile("backward", q, v, LARGE_ROWS, run)
 
 
@@ -253,12 +253,12 @@ def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, 
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile
+    q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile
 ) -> Gradients:
-    dout = saved.dout.to(q.dtype).contiguous()
-    delta = (saved.out.float() * saved.dout.float()).sum(-1)
+    dout = inputs.dout.to(q.dtype).contiguous()
+    delta = (inputs.out.float() * inputs.dout.float()).sum(-1)
     arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
-    arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
+    arguments |= {"dout": dout, "lse": inputs.lse.contiguous(), "delta": delta}
     heads = k.shape[0] * k.shape[1]
     tiles = -(-arguments["keys"] // tile.keys)
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
