@@ -11,7 +11,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.frozen_piece import join_rows
+from attnmesh.cache.frozen_piece import join_slots
 from tests.support.caches.make import random_cache
 from tests.support.truth.problems import numbers
 from tests.support.truth.tolerances import FLOAT32
@@ -30,10 +30,10 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
         made.extend([rows] * (parts[0].ndim == 4))
         if len(made) == 2:
             raise torch.OutOfMemoryError
-        return join_rows(parts, dim, rows)
+        return join_slots(parts, dim, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "join_rows", once)
+        patch.setattr(cache_shard, "join_slots", once)
         with pytest.raises(torch.OutOfMemoryError):
             cache.own_shard.resize(cache.config, slots)
     cache.append(k[:, :, 12:], v[:, :, 12:])
@@ -49,7 +49,7 @@ def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "join_rows", no_memory)
+        patch.setattr(cache_shard, "join_slots", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             forked.truncate(30)
     assert forked.lengths.tolist() == other.lengths.tolist()
@@ -68,7 +68,7 @@ def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(frozen_piece, "join_rows", no_memory)
+        patch.setattr(frozen_piece, "join_slots", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             forked.reorder(torch.tensor([1, 0, 1]))
     q = numbers(2, 4, 2, 8, seed=3)
@@ -95,7 +95,7 @@ def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, mon
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["attnmesh.cache.cache_shard"]
     copied = []
-    join = module.join_rows  # type: ignore[attr-defined]
+    join = module.join_slots  # type: ignore[attr-defined]
 
     def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:
         copied.append(sum(part.shape[dim] for part in parts))
@@ -106,7 +106,7 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     other = turn.fork()
     turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
     third = turn.fork()
-    monkeypatch.setattr(module, "join_rows", counted)
+    monkeypatch.setattr(module, "join_slots", counted)
     for each, length in ((other, 30), (third, 161), (third, 9)):
         each.truncate(length)
         assert torch.equal(each.keys[:, :, :9], random_cache(150).keys[:, :, :9])

@@ -56,9 +56,9 @@ class BlockCyclic:
         return ShardReport(len(tokens), rank, token_set_digest(tokens), bool(self.turns[rank].holds(tokens).all()))
 
     @staticmethod
-    def reports_in(rows: Sequence[Sequence[int]]) -> "list[ShardReport]":
-        """Return the reports that ranks have sent as rows of integers."""
-        return [ShardReport(*row) for row in rows]
+    def reports_in(numbers_by_rank: Sequence[Sequence[int]]) -> "list[ShardReport]":
+        """Return the reports that ranks have sent as integers."""
+        return [ShardReport(*numbers) for numbers in numbers_by_rank]
 
 
 class ShardReport(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.frozen_piece import FrozenPiece, join_rows
+from attnmesh.cache.frozen_piece import FrozenPiece, join_slots
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
@@ -39,17 +39,17 @@ def spare_slots(config: CacheConfig, turn: Turn) -> int:
     return max(turn.width, config.kept * turn.width // turn.period // 8)
 
 
-def count_rows(slots: int, block: int) -> int:
-    """Return how many rows are in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+def allocated_slots(slots: int, block: int) -> int:
+    """Return how many slots are allocated: `slots`, and at least one more, in whole blocks for `KVCache.pages`."""
     return -(-(slots + 1) // block) * block
 
 
 def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.device) -> int:
     """Return the bytes of keys and values of one rank's shard of this configuration."""
-    row_count = count_rows(usual_slots(config, turn), config.block)
+    slot_count = allocated_slots(usual_slots(config, turn), config.block)
     dtype = config.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
-    return row_count * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
+    return slot_count * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
 
 
 NEWEST_TOKENS = 16
@@ -90,11 +90,11 @@ class CacheShard:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         config = self.config
-        row_count = self._count_rows(self.slots)
-        shape = config.batch, config.kv_heads // self.heads_axis.size, row_count
+        slot_count = self._allocated_slots(self.slots)
+        shape = config.batch, config.kv_heads // self.heads_axis.size, slot_count
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
         kv_tensors = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
-        return kv_tensors, torch.zeros(row_count, dtype=torch.int64, device=self.device)
+        return kv_tensors, torch.zeros(slot_count, dtype=torch.int64, device=self.device)
 
     @property
     def length(self) -> int:
@@ -171,7 +171,7 @@ class CacheShard:
         other = copy(self)
         used = self.used_slots
         with torch.inference_mode(False):
-            other.kv_tensors = [join_rows([x[:, :, :used]], 2, x.shape[2]) for x in self.kv_tensors]
+            other.kv_tensors = [join_slots([x[:, :, :used]], 2, x.shape[2]) for x in self.kv_tensors]
             other.token_index, other.device_counts = self.token_index.clone(), self.device_counts.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
@@ -320,23 +320,25 @@ class CacheShard:
         A save may read the old memory.
         """
         used = self.used_slots
-        row_count = self._count_rows(slots)
+        slot_count = self._allocated_slots(slots)
         self._viewed = NOT_VIEWED  # the view would keep the old memory
         with torch.inference_mode(False):
             indices = [piece.token_index[:-1] for piece in before]
-            token_index = join_rows([*indices, self.token_index[forgotten:used]], 0, row_count)
+            token_index = join_slots([*indices, self.token_index[forgotten:used]], 0, slot_count)
             padding = self.padding
             device_counts = self.device_counts.clone()
             if padding is not None:
                 positions = [self._view(piece).positions()[:, :-1] for piece in before]
                 padding = padding.resized(
-                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, row_count)
+                    config.capacity, join_slots([*positions, padding.positions[:, forgotten:used]], 1, slot_count)
                 )
-            in_place = row_count >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
+            in_place = slot_count >= len(self.token_index) and not (
+                forgotten or before
+            )  # then the old slots stay valid
             kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
             for index, old in enumerate(self.kv_tensors):
                 parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
-                kv_tensors[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, row_count)
+                kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
@@ -377,8 +379,8 @@ class CacheShard:
     def _usual_slots(self, config: CacheConfig) -> int:
         return usual_slots(config, self.turn)
 
-    def _count_rows(self, slots: int) -> int:
-        return count_rows(slots, self.config.block)
+    def _allocated_slots(self, slots: int) -> int:
+        return allocated_slots(slots, self.config.block)
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.

@@ -40,27 +40,27 @@ class FrozenPiece(NamedTuple):
     def reordered(self, index: Tensor, block: int) -> "FrozenPiece":
         """Return the piece with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
 
-        A copy has whole blocks of rows in memory, for `KVCache.pages`.
+        A copy has whole blocks of slots in memory, for `KVCache.pages`.
         """
         if len(index) == len(self.kv_tensors[0]) and bool((index.diff() == 1).all()) and not int(index[0]):
             return self
 
-        rows = len(self.token_index)
+        slots = len(self.token_index)
 
         def select(x: Tensor, dim: int) -> Tensor:
             if len(x) == 1 or x.stride(0) == 0:
                 return x[:1].expand(len(index), *x.shape[1:])
-            return join_rows([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
+            return join_slots([x.index_select(0, index)], dim, -(-slots // block) * block).narrow(dim, 0, slots)
 
         positions = None if self.positions is None else select(self.positions, 1)
         return FrozenPiece([select(x, 2) for x in self.kv_tensors], self.token_index, positions, self.file)
 
 
-def join_rows(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
-    """Return memory of `rows` rows along `dim`, of which the first are those of the parts."""
+def join_slots(parts: Sequence[Tensor], dim: int, slots: int) -> Tensor:
+    """Return memory of `slots` slots along `dim`, of which the first are those of the parts."""
     shape = [*parts[0].shape]
     used = sum(part.shape[dim] for part in parts)
-    shape[dim] = rows
+    shape[dim] = slots
     new = with_huge_pages(empty_rows(shape, parts[0].dtype, parts[0].device), dim)
     torch.cat([*parts], dim, out=new.narrow(dim, 0, used))
     return new

@@ -404,7 +404,7 @@ class LocalShards:
         """
         if not self.keepers and not self.copy_shards:
             return
-        counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
+        counts = [numbers[0] for numbers in dist_all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (*new, tokens))
         receives = {
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))

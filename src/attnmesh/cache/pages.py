@@ -50,8 +50,8 @@ def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ..
         new_count = table.shape[1] * config.block * shards.axis.size
         shards.check_fits("append_pages", new_count, shards.rank_counts)
     with torch.no_grad():
-        rows = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
-        _append(shards, rows, table.long())
+        tensors = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
+        _append(shards, tensors, table.long())
 
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
@@ -88,8 +88,8 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
 
     def pool(x: Tensor) -> Tensor:
-        _, heads, row, column = x.stride()
-        return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
+        _, heads, token, column = x.stride()
+        return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * token, token, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
     return Pages(pool(keys), pool(values), table.int(), lengths, piece.token_index[:-1])
@@ -108,7 +108,7 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     count = table.shape[1]
     slots = torch.arange(count * size, device=shard.device)
     tokens = (slots // size * ranks + shard.index) * size + slots % size
-    rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
+    rows = [_tokens_in(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
     shared_slots = max(0, count - 1) * size
     new_count = count * size * ranks
     piece = None
@@ -118,17 +118,17 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     shards.append_blocks(piece, last, tokens[shared_slots:], new_count)
 
 
-def _rows(pool: Tensor, table: Tensor) -> Tensor:
+def _tokens_in(pool: Tensor, table: Tensor) -> Tensor:
     """Return the tokens of a table's blocks, (batch, heads, tokens, width): a view if blocks are consecutive."""
     batch, count = table.shape
     starts = table[:, 0] if table.numel() else table.new_zeros(batch)
     distance = int(starts[1] - starts[0]) if batch > 1 else 0
     even = bool((starts.diff() == distance).all()) and bool((table.diff(dim=1) == 1).all())
-    block, row, heads, column = pool.stride()
-    if count and even and distance >= 0 and block == pool.shape[1] * row:
+    block, token, heads, column = pool.stride()
+    if count and even and distance >= 0 and block == pool.shape[1] * token:
         shape = batch, pool.shape[2], count * pool.shape[1], pool.shape[3]
         return pool[int(starts[0]) :].as_strided(
-            shape, (distance * block, heads, row, column), pool.storage_offset() + int(starts[0]) * block
+            shape, (distance * block, heads, token, column), pool.storage_offset() + int(starts[0]) * block
         )
     return pool[table].flatten(1, 2).transpose(1, 2)
 

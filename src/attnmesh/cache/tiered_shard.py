@@ -144,7 +144,7 @@ class TieredShard(OrderedShard):
         block = self.config.block
         return 0 if total <= self.slots else (total - hot_tokens(self.config, self.turn)) // block * block
 
-    def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    def _add(self, new_rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
@@ -154,28 +154,28 @@ class TieredShard(OrderedShard):
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
             leaving_rows = [x[:, :, : min(leaving, used)] for x in self.kv_tensors]
             if at_once:
-                pairs = zip(leaving_rows, rows, strict=True)
-                leaving_rows = [torch.cat((x, row[:, :, :at_once]), 2) for x, row in pairs]
+                pairs = zip(leaving_rows, new_rows, strict=True)
+                leaving_rows = [torch.cat((x, new[:, :, :at_once]), 2) for x, new in pairs]
             leaving_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
             alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._append_cold(leaving_rows, leaving_tokens, int(following[0]) if len(following) else length, retry)
             steps += [*self._shift(leaving), partial(self._set_cold_count, self.earlier_tokens + leaving)]
-            rows = [row[:, :, at_once:] for row in rows]
+            new_rows = [new[:, :, at_once:] for new in new_rows]
             tokens = tokens[at_once:]
             used = max(0, used - leaving)
         stop = used + len(tokens)
-        steps += [partial(self._write_hot, rows, tokens, used), partial(self._set_counts, length, stop)]
+        steps += [partial(self._write_hot, new_rows, tokens, used), partial(self._set_counts, length, stop)]
         try:
             unbroken(steps)
         except BaseException:
             self.truncate(length_before)
             raise
 
-    def _write_hot(self, rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
+    def _write_hot(self, new_rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
         stop = start + len(tokens)
-        for x, row in zip(self.kv_tensors, rows, strict=True):
-            x[:, :, start:stop] = row
+        for x, new in zip(self.kv_tensors, new_rows, strict=True):
+            x[:, :, start:stop] = new
         self.token_index[start:stop] = tokens
 
     def _shift(self, count: int) -> list[Callable[[], None]]:

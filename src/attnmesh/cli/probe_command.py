@@ -83,7 +83,7 @@ def described(cluster: Cluster) -> dict[str, Any]:
     """Return the constants of a cluster as text with units."""
     device = cluster.device
     copied = "" if device.copy_rate is None else f", copied {device.copy_rate / 1e9:,.2f} GB/s"
-    rows = {
+    lines = {
         "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
         "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s" + copied,
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
@@ -91,14 +91,14 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "a run": seconds_text(device.call if device.run is None else device.run, 3),
     }
     if device.wait:
-        rows["a wait for a core"] = seconds_text(device.wait, 3)
+        lines["a wait for a core"] = seconds_text(device.wait, 3)
     if cluster.rates:
-        rows["each rank reads"] = ", ".join(f"{rate / 1e9:,.2f}" for rate in cluster.rates) + " GB/s"
-        rows["each has free"] = ", ".join(f"{free / 1e9:,.1f}" for free in cluster.memories) + " GB"
-        rows["unequal ranks"] = f"generate and serve --shares {','.join(map(str, cluster.shares()))}"
+        lines["each rank reads"] = ", ".join(f"{rate / 1e9:,.2f}" for rate in cluster.rates) + " GB/s"
+        lines["each has free"] = ", ".join(f"{free / 1e9:,.1f}" for free in cluster.memories) + " GB"
+        lines["unequal ranks"] = f"generate and serve --shares {','.join(map(str, cluster.shares()))}"
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
             first, further, merge = (seconds_text(x, 3) for x in (link.latency, link.message, link.merge_latency))
-            rows[f"message {name}"] = f"{first}, each further {further}, in a merge {merge}"
-            rows[f"rate {name}"] = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
-    return rows
+            lines[f"message {name}"] = f"{first}, each further {further}, in a merge {merge}"
+            lines[f"rate {name}"] = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
+    return lines

@@ -119,7 +119,7 @@ def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     q, k, v, _ = _problem(dtype, device, 300)
     if (reason := kernel.refusal(KernelRequest.of(q, k, v, LOGITS))) is not None:
         return Proof(*names, absent=reason, is_elsewhere=kernel.is_elsewhere(device))
-    errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
+    errors = [_errors(kernel.name, device, dtype, mask, queries) for mask in CASES for queries in (300, 3)]
     # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
     # hundreds of terms dominate.
     allowed = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
@@ -146,9 +146,9 @@ def _quantized_proof(kernel: Kernel, device: torch.device, storage: Storage) -> 
     return Proof(*names, out_error=_worst(errors), allowed=torch.finfo(torch.float32).eps * 64)
 
 
-def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:
+def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, queries: int) -> tuple[float, float]:
     """Return the error of out, and that of the worst gradient."""
-    problem = _problem(dtype, device, rows)
+    problem = _problem(dtype, device, queries)
     exact = [x.detach().cpu().double().requires_grad_() for x in problem[:3]]
     ours = _outputs(problem, mask, kernel)
     truth = _outputs([*exact, problem[3].cpu().double()], mask, "reference")
@@ -164,9 +164,9 @@ def _outputs(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ..
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
-def _problem(dtype: torch.dtype, device: torch.device, rows: int) -> list[Tensor]:
+def _problem(dtype: torch.dtype, device: torch.device, queries: int) -> list[Tensor]:
     """Return q, k, v and dout from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 6, rows, 32), (2, 2, 300, 32), (2, 2, 300, 24), (2, 6, rows, 24))
+    shapes = ((2, 6, queries, 32), (2, 2, 300, 32), (2, 2, 300, 24), (2, 6, queries, 24))
     tensors = [torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(device) for shape in shapes]
     return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]

@@ -25,9 +25,10 @@ def all_gather_ints(numbers: Sequence[int], mesh: RankMesh) -> list[list[int]]:
 def all_gather_texts(text: str, mesh: RankMesh) -> list[str]:
     """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
     encoded = text.encode(errors="backslashreplace")
-    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh)]
+    lengths = [numbers[0] for numbers in all_gather_ints([len(encoded)], mesh)]
     padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
+    codes = all_gather_ints(padded, mesh)
+    return [bytes(code[:length]).decode() for code, length in zip(codes, lengths, strict=True)]
 
 
 @collective_once

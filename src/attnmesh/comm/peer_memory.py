@@ -129,4 +129,4 @@ def _allocate(numbers: int, device: torch.device) -> Tensor | None:
 
 
 def _on_all_ranks(flag: bool, axis: Axis) -> bool:
-    return all(row[0] for row in dist_all_gather_ints([flag], [axis]))
+    return all(numbers[0] for numbers in dist_all_gather_ints([flag], [axis]))

@@ -131,10 +131,10 @@ def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
-        rows = agreed_transport(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
+        checksums = agreed_transport(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
     except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
-    return rows.view(checksum.dtype).amax(0)
+    return checksums.view(checksum.dtype).amax(0)
 
 
 def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tensor:

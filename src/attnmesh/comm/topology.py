@@ -34,8 +34,8 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
             tables = [torch.empty_like(table) for _ in range(axis.size)]
             run_collective(agreed_cpu_axis(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
-    rows: list[list[int]] = table.tolist()
-    return rows
+    numbers_by_rank: list[list[int]] = table.tolist()
+    return numbers_by_rank
 
 
 @collective_once
@@ -97,20 +97,20 @@ def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
     name = randbits(63)
     memory = open_mailboxes(name, size, new=True) if size and is_first else None
     try:
-        names = [row[0] for row in dist_all_gather_ints([name], [axis])]
+        names = [payload[0] for payload in dist_all_gather_ints([name], [axis])]
         name = names[members[0]]
         if size and not is_first:
             memory = open_mailboxes(name, size, new=False)
         pid_namespace = _inode(Path("/proc/self/ns/pid"))
-        rows = dist_all_gather_ints(
+        payloads = dist_all_gather_ints(
             [memory is not None, os.getpid(), pid_namespace, library().exchange is not None], [axis]
         )
     finally:
         if is_first and size:
             unlink_mailboxes(name)
-    if memory is None or not all(rows[rank][0] and rows[rank][3] for rank in members):
+    if memory is None or not all(payloads[rank][0] and payloads[rank][3] for rank in members):
         return None
-    processes = [rows[rank][1] if rows[rank][2] == pid_namespace else 0 for rank in members]
+    processes = [payloads[rank][1] if payloads[rank][2] == pid_namespace else 0 for rank in members]
     mailboxes = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     mailboxes.ranks = frozenset(dist.get_process_group_ranks(axis.group))
     return mailboxes
@@ -151,9 +151,9 @@ def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     host_number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    rows = dist_all_gather_ints([host_number, rank, WORLD.random_id], axes)
-    WORLD.processes.update({rank: RankProcess(host, random_id) for host, rank, random_id in rows})
-    return [host for host, *_ in rows]
+    payloads = dist_all_gather_ints([host_number, rank, WORLD.random_id], axes)
+    WORLD.processes.update({rank: RankProcess(host, random_id) for host, rank, random_id in payloads})
+    return [host for host, *_ in payloads]
 
 
 @collective_once
@@ -179,9 +179,9 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     """
     names = list(PRESETS)
     measured = machine_constants.measured_machine(device.type)
-    own_row = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = dist_all_gather_ints([*own_row, int(1e6 * machine_constants.share_of_cores(device))], axes)
-    presets, files, shares = zip(*rows, strict=True)
+    own_numbers = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
+    payloads = dist_all_gather_ints([*own_numbers, int(1e6 * machine_constants.share_of_cores(device))], axes)
+    presets, files, shares = zip(*payloads, strict=True)
     preset = names[min(presets)]
     cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)
     return cluster, preset, max(shares) / 1e6

@@ -78,11 +78,11 @@ class Transport:
         return [partial_of(wait_for, work, self.device.type, self.axis, activity, peer) for work, peer in pairs]
 
     def gather(self, message: Tensor) -> Tensor:
-        """Return the messages of all ranks as rows, by a collective."""
-        rows = list(message.new_empty(self.axis.size, len(message)))
-        run_collective(self.axis, "merging", dist.all_gather, rows, message)
+        """Return the messages of all ranks, one a row, by a collective."""
+        received = list(message.new_empty(self.axis.size, len(message)))
+        run_collective(self.axis, "merging", dist.all_gather, received, message)
         count_messages(self.axis.size - 1, len(message))
-        return torch.stack(rows)
+        return torch.stack(received)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the int64 values of all ranks, which CPUs hold."""
@@ -173,15 +173,15 @@ class Transport:
         index = self.axis.index
         own_message = messages[self.axis.index]
         sizes = {peer: self.receive_bytes(peer, own_message) for peer in range(self.axis.size) if peer != index}
-        rows = own_message.new_empty(self.axis.size, max([len(own_message), *sizes.values()]))
-        posts: list[P2PMessage] = [(dist.irecv, peer, rows[peer, :size]) for peer, size in sizes.items()]
+        received = own_message.new_empty(self.axis.size, max([len(own_message), *sizes.values()]))
+        posts: list[P2PMessage] = [(dist.irecv, peer, received[peer, :size]) for peer, size in sizes.items()]
         posts += [(dist.isend, peer, messages[peer]) for peer in sizes]
         waits = self.post(posts, "merging")
-        rows[index, : len(own_message)] = own_message
+        received[index, : len(own_message)] = own_message
         for wait in waits:
             wait()
         count_messages(len(sizes), len(own_message))
-        return rows[:, : len(own_message)]
+        return received[:, : len(own_message)]
 
 
 class HostTransport(Transport):

@@ -162,9 +162,9 @@ def _checked_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpe
         raise MaskError(subject, expected, "a bidirectional mask", fix)
     if window is not None and spec.has_spans:
         masks = (spec.mask, *spec.row_masks)
-        rows = [mask & Window(window - 1, FAR) for mask in masks if mask.max_causal_keys in (FAR, window)]
-        if len(rows) == 1 + len(spec.row_masks):
-            return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
+        windowed = [mask & Window(window - 1, FAR) for mask in masks if mask.max_causal_keys in (FAR, window)]
+        if len(windowed) == 1 + len(spec.row_masks):
+            return replace(spec, mask=windowed[0], row_masks=tuple(windowed[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
         return replace(spec, mask=Window(window - 1))  # one token sees as much by both
     if window is not None and spec.mask != Window(window - 1):

@@ -178,9 +178,9 @@ def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
 
     Raise if the caches differ and no error interrupted one of them: then ranks have passed different caches.
     """
-    rows = agreement.compare(payload=held)
-    held_by_all = HeldTokens.of_ranks(rows)
-    if not held_by_all.is_interrupted and any(row[0] != held.shortest for row in rows):
+    payloads = agreement.compare(payload=held)
+    held_by_all = HeldTokens.of_ranks(payloads)
+    if not held_by_all.is_interrupted and any(payload[0] != held.shortest for payload in payloads):
         Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
     return held_by_all
 

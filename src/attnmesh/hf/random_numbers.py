@@ -21,7 +21,8 @@ def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: t
     for mesh in (mesh for mesh in map(RankMesh.of, device_meshes) if mesh.ranks > 1):
         states = [random_state(source) for source in sources]
         digests = [int(digest(state)) for state in states]
-        rows = Agreement(mesh, "random numbers").compare(payload=digests)
-        for source, state in zip(sources, states, strict=True) if any(row != digests for row in rows) else ():
+        payloads = Agreement(mesh, "random numbers").compare(payload=digests)
+        differ = any(payload != digests for payload in payloads)
+        for source, state in zip(sources, states, strict=True) if differ else ():
             first = dist_all_gather_ints(state.tolist(), mesh.axes)[0]
             set_random_state(source, torch.tensor(first, dtype=torch.uint8, device="cpu"))

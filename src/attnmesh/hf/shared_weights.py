@@ -149,9 +149,9 @@ def _is_shared(module: Any) -> bool:
 def _describe_layers(layers: Mapping[str, Any]) -> str:
     """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
     weights = [layer.weight.detach() for layer in layers.values()]
-    rows = sum(index * digest_on_cpu(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
+    first_rows = sum(index * digest_on_cpu(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
     dtypes = sorted({str(weight.dtype) for weight in weights})
-    return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {rows}"
+    return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {first_rows}"
 
 
 def _sizes(experts: Sequence[nn.Module]) -> list[int]:

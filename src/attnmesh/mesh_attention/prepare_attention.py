@@ -125,7 +125,7 @@ def _prepare_compared(
         table = agreement.compare(text, payload)
     if known is not None and comparison is not None and comparison.payloads_by_shard == table:
         return known
-    payloads = [CallPayload(*row) for row in table]
+    payloads = [CallPayload(*numbers) for numbers in table]
     tokens = tuple((payload.queries, payload.keys) for payload in payloads)
     queries, keys = map(sum, zip(*tokens, strict=True))
     spec = cached_spec(mesh, arguments.options, arguments.sizes, (queries, keys), tokens)

@@ -107,7 +107,7 @@ def unshard(
         options = {"layout": layout, "length": length, "mask": mask}
         fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
         table = agreement.compare(fields, payload=[x.shape[dim]])
-    counts = [row[0] for row in table]
+    counts = [numbers[0] for numbers in table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", applied_mask, length)
     positions = _positions(agreed_layout(layout, applied_mask, rank_mesh), length, counts)

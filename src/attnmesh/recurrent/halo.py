@@ -59,7 +59,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
         fields = {"others": other_sizes, "dtype": x.dtype, **options}
         table = agreement.compare(fields, payload=[x.shape[dim]])
-    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in table], dim=dim)
+    return halo_of_parts(x, size, axis, range(axis.size), [numbers[0] for numbers in table], dim=dim)
 
 
 def halo_of_parts(

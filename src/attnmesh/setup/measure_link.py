@@ -77,7 +77,8 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
         together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]
         waits.append((together - sum(apart)) / IN_A_ROW)
     wait = statistics.median(waits[1:])
-    return max(0.0, statistics.mean(row[0] for row in dist_all_gather_ints([int(wait * 1e9)], [world.axis])) / 1e9)
+    waits = [numbers[0] for numbers in dist_all_gather_ints([int(wait * 1e9)], [world.axis])]
+    return max(0.0, statistics.mean(waits) / 1e9)
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> float:

@@ -73,9 +73,9 @@ def free_of_ranks(mesh: RankMesh, device: torch.device, free: int | None = None)
 
     `free` are the free bytes of this rank's device; by default the device is asked.
     """
-    rows = dist_all_gather_ints([_device_number(device), free_memory(device) if free is None else free], mesh.axes)
-    near = [*zip(agreed_mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
-    return [row[1] // near.count(at) for row, at in zip(rows, near, strict=True)]
+    payloads = dist_all_gather_ints([_device_number(device), free_memory(device) if free is None else free], mesh.axes)
+    near = [*zip(agreed_mesh_hosts(mesh), (payload[0] for payload in payloads), strict=True)]
+    return [payload[1] // near.count(at) for payload, at in zip(payloads, near, strict=True)]
 
 
 def _device_number(device: torch.device) -> int:

@@ -62,7 +62,7 @@ class MeasuredRanks:
         seconds = statistics.median(measured[1:])
         if self.axis.group is None:
             return seconds
-        return max(row[0] for row in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
+        return max(numbers[0] for numbers in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def seconds(self, call: Callable[[], Any], times: int = 1, *, until_all: bool = False) -> float:
         """Return the seconds of `times` calls in a row, which all ranks begin together."""

@@ -165,12 +165,12 @@ class CacheFiller:
         shard, config = self.kv_caches[layer].own_shard, self.kv_caches[layer].config
         token_index = rows[name_of_group(self.kv_caches, [layer])]
         for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
-            saved_rows = rows.get(f"{kind} {layer}", needed[:0])
+            block_tensor = rows.get(f"{kind} {layer}", needed[:0])
             shape = config.batch, mapping.head_count, len(token_index), x.shape[3]
-            if tuple(saved_rows.shape) != shape or saved_rows.dtype != x.dtype:
-                given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
+            if tuple(block_tensor.shape) != shape or block_tensor.dtype != x.dtype:
+                given = f"{block_tensor.dtype} {tuple(block_tensor.shape)}"
                 raise StoreError("load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
-            new = saved_rows[:, mapping.source, mapping.chosen].to(shard.device)
+            new = block_tensor[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)
         shard.token_index.index_copy_(0, mapping.slots, token_index[mapping.chosen].to(shard.device))
 

@@ -293,16 +293,16 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     for piece in pieces:
         file = piece.open()
         tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
-        own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
-        slots = first.turn.slot(tokens[own_rows]) - forgotten
+        own_indices = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
+        slots = first.turn.slot(tokens[own_indices]) - forgotten
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
         if bool(filled[piece.head_rank, slots].any()) or len(slots.unique()) < len(slots):
             raise StoreError("load", "every token once", f"some twice in {piece.path}", DAMAGED_FIX)
         filled[piece.head_rank, slots] = True
-        for layer, shard in shards.items() if len(own_rows) else ():
-            _copy_heads(shard, file, layer, Axis(manifest.head_ranks, piece.head_rank), own_rows, slots, len(tokens))
-        first.token_index[slots.to(first.device)] = tokens[own_rows].to(first.device)
+        for layer, shard in shards.items() if len(own_indices) else ():
+            _copy_heads(shard, file, layer, Axis(manifest.head_ranks, piece.head_rank), own_indices, slots, len(tokens))
+        first.token_index[slots.to(first.device)] = tokens[own_indices].to(first.device)
     for shard in shards.values():
         shared = [_shared_heads(shard, Axis(manifest.head_ranks, h))[0] for h in range(manifest.head_ranks)]
         needed = [to.start < to.stop for to in shared]
@@ -317,7 +317,7 @@ def _copy_heads(
     file: TensorFile | LastPieceFile,
     layer: int,
     file_axis: Axis,
-    own_rows: Tensor,
+    own_indices: Tensor,
     slots: Tensor,
     token_count: int,
 ) -> None:
@@ -328,10 +328,10 @@ def _copy_heads(
     config = shard.config
     heads = file_axis.slice_of(shard.config.kv_heads)
     for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
-        saved_rows = file.read(
+        file_tensor = file.read(
             f"{kind} {layer}", x.dtype, (config.batch, heads.stop - heads.start, token_count, x.shape[3])
         )
-        x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own_rows].to(shard.device))
+        x[:, to].index_copy_(2, slots.to(shard.device), file_tensor[:, source, own_indices].to(shard.device))
 
 
 def _shared_heads(shard: CacheShard, file_axis: Axis) -> tuple[slice, slice]:

@@ -128,8 +128,8 @@ class FolderShard(OrderedShard):
             self._open_whole(whole_pieces)
             piece = make_filling(self.files, whole_pieces, self.shapes)
             used = len(token_index)
-            for x, row in zip(piece.kv_tensors, rows, strict=True):
-                x[:, :, :used] = row
+            for x, new in zip(piece.kv_tensors, rows, strict=True):
+                x[:, :, :used] = new
             piece.token_index[:used] = token_index
             end = [(whole_pieces * PIECE_TOKENS + used, piece.digest(0, used))] if used else []
             self.journal.open()
@@ -202,7 +202,7 @@ class FolderShard(OrderedShard):
             done = min(count, done + PIECE_TOKENS - self.used_slots)
             after = length if done == count else int(tokens[done])
             self._write_rows(
-                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used_slots), after
+                [new[:, :, start:done] for new in rows], tokens[start:done], (self.length, self.used_slots), after
             )
             if done == count:
                 return
@@ -211,7 +211,7 @@ class FolderShard(OrderedShard):
         """Let the journal say what the shard has, after an error or Ctrl-C between a record and its rows' count."""
         length, used = length_and_used
         base = self.whole_count * PIECE_TOKENS
-        if self.journal.row_counts != (base, base + used, length):
+        if self.journal.slot_counts != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             self.journal.begin(base, length, self.chains[self.whole_count], end)
 
@@ -234,8 +234,8 @@ class FolderShard(OrderedShard):
             if native_append(self.kv_tensors, rows, self.token_index, self.device_counts, fields):
                 self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
-            for x, row in zip(self.kv_tensors, rows, strict=True):
-                self.piece.file.write(x[:, :, used:stop], row)
+            for x, new in zip(self.kv_tensors, rows, strict=True):
+                self.piece.file.write(x[:, :, used:stop], new)
             own_tokens = torch.arange(length - count, length, device="cpu") if tokens is None else tokens
             self.token_index[used:stop] = own_tokens
             self._record(used, stop, length, rows)

@@ -79,8 +79,8 @@ class Journal:
         return self.records[-1]
 
     @property
-    def row_counts(self) -> tuple[int, int, int]:
-        """Rows in whole pieces, all rows, and the tokens of all ranks, by the records."""
+    def slot_counts(self) -> tuple[int, int, int]:
+        """Slots in whole pieces, all slots in use, and the tokens of all ranks, by the records."""
         first, last = self.records[0], self.records[-1]
         return first.stop, last.stop, last.length
 

@@ -202,8 +202,8 @@ class KVFolder:
                 shard.token_index[: shard.used_slots].cpu(),
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
-            rows = agreement.compare(payload=report)
-        reports = sorted({*shard.block_cyclic.reports_in(rows)})  # ranks along the heads axis hold the same tokens
+            payloads = agreement.compare(payload=report)
+        reports = sorted({*shard.block_cyclic.reports_in(payloads)})  # ranks along the heads axis hold the same tokens
         found = sum(report.token_count for report in reports)
         if found != length:
             given = f"{found} of {length} tokens in {self.path}"

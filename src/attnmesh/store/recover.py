@@ -87,7 +87,7 @@ def recover(
     length = min((description["length"] for description in descriptions), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
     by_layer = zip(*(description["starts"] for description in descriptions), strict=False)
-    starts = [WindowStart(max(first for first, _ in rows), max(query for _, query in rows)) for rows in by_layer]
+    starts = [WindowStart(max(first for first, _ in pairs), max(query for _, query in pairs)) for pairs in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
     configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]

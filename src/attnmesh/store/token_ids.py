@@ -43,39 +43,39 @@ class TokenIds:
         ids = torch.empty(0, dtype=torch.int64, device="cpu")
         if whole:
             ids = torch.frombuffer(content, dtype=torch.int64, count=whole)
-        rows = ids.view(-1, batch)
+        ids_by_token = ids.view(-1, batch)
         for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
-            if stop > len(rows) or (start != stop and digest_on_cpu(rows[start:stop]) != digest):
+            if stop > len(ids_by_token) or (start != stop and digest_on_cpu(ids_by_token[start:stop]) != digest):
                 raise StoreError("load", "the ids of all tokens", f"damage in {self.path}", DAMAGED_FIX)
-        self.written = rows[: self.journal.last.stop]
+        self.written = ids_by_token[: self.journal.last.stop]
         return self.written.t().contiguous()
 
     def write(self, tokens: Tensor) -> None:
         """Replace the ids by `tokens`. Only ids from the first difference on are written."""
-        rows = tokens.t().cpu().contiguous()
+        ids_by_token = tokens.t().cpu().contiguous()
         ids_before = self.written
         if not self.is_open:
             self.journal.open()
             self.is_open = True
         if ids_before is None:
-            ids_before = rows[:0]
+            ids_before = ids_by_token[:0]
             self.journal.begin(0, 0, digest_on_cpu(ids_before))
-        start = _count_equal_rows(rows, ids_before)
+        start = _count_equal_tokens(ids_by_token, ids_before)
         if start < len(ids_before) or len(self.journal.records) > MAX_RECORDS:
-            self.journal.begin(start, start, digest_on_cpu(rows[:start]))
-        self.written = rows[:start]
-        if start == len(rows):
+            self.journal.begin(start, start, digest_on_cpu(ids_by_token[:start]))
+        self.written = ids_by_token[:start]
+        if start == len(ids_by_token):
             return
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
-            ids = rows[start:].flatten().tolist()
+            ids = ids_by_token[start:].flatten().tolist()
             packed = struct.pack(f"{len(ids)}q", *ids)
-            if os.pwrite(handle, packed, start * 8 * rows.shape[1]) != len(packed):
+            if os.pwrite(handle, packed, start * 8 * ids_by_token.shape[1]) != len(packed):
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
         finally:
             os.close(handle)
-        self.journal.add(start, len(rows), len(rows), digest_on_cpu(rows[start:]))
-        self.written = rows
+        self.journal.add(start, len(ids_by_token), len(ids_by_token), digest_on_cpu(ids_by_token[start:]))
+        self.written = ids_by_token
 
 
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
@@ -87,7 +87,7 @@ def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
     return ids
 
 
-def _count_equal_rows(ids: Tensor, other_ids: Tensor) -> int:
+def _count_equal_tokens(ids: Tensor, other_ids: Tensor) -> int:
     """Return the rows at the start that are equal."""
     shorter = min(len(ids), len(other_ids))
     if torch.equal(ids[:shorter], other_ids[:shorter]):

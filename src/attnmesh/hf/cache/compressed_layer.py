@@ -77,13 +77,13 @@ class CompressedLayer(TailLayer):
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return the projections `kv` and `gate` of whole blocks, and their first token. Keep those of the rest."""
-        rows = torch.cat((kv, gate), -1)
-        rows = rows if self.sequence is None else self.sequence.gather_tokens(rows)
-        rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
-        blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
-        self.tensors[name] = rows[:, blocks_stop:].clone()
+        projections = torch.cat((kv, gate), -1)
+        projections = projections if self.sequence is None else self.sequence.gather_tokens(projections)
+        projections = torch.cat((self.tensors[name], projections), 1) if name in self.tensors else projections
+        blocks_stop = projections.shape[1] // self.entry_tokens * self.entry_tokens
+        self.tensors[name] = projections[:, blocks_stop:].clone()
         first = self.other_kv_caches[name].length * self.entry_tokens if name in self.other_kv_caches else 0
-        kv, gate = rows[:, :blocks_stop].chunk(2, -1)
+        kv, gate = projections[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
     def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, dim: int) -> tuple[Tensor | None, ...]:

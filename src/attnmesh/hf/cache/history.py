@@ -48,7 +48,7 @@ class HeldTokens(NamedTuple):
     """True if an error broke off a forward pass."""
 
     @classmethod
-    def of_ranks(cls, rows: Sequence[Sequence[int]]) -> "HeldTokens":
+    def of_ranks(cls, numbers_by_rank: Sequence[Sequence[int]]) -> "HeldTokens":
         """Return what holds on all ranks, from the numbers of each."""
-        shortest, named, lowest, is_interrupted = zip(*rows, strict=True)
+        shortest, named, lowest, is_interrupted = zip(*numbers_by_rank, strict=True)
         return cls(min(shortest), min(named), max(lowest), max(is_interrupted))

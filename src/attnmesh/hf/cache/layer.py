@@ -109,17 +109,17 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv_cache = _cache_to_extend(self.kv_cache, k.shape[0])
         if kv_cache is None:
             settings = self.cache.settings
-            row = mask.max_causal_keys_of(FAR)
-            storage = settings.storage if row > SHORT_WINDOW else settings.window_storage
+            window_keys = mask.max_causal_keys_of(FAR)
+            storage = settings.storage if window_keys > SHORT_WINDOW else settings.window_storage
             options: dict[str, Any] = {"storage": storage}
             if v is not None:
                 options["value_dim"] = v.shape[3]
             else:
                 columns = k.shape[3] if self.projection is None else self.projection.latent_width
                 options |= {"value_dim": columns, "values": "prefix"}
-            if settings.windows and row < FAR:
+            if settings.windows and window_keys < FAR:
                 # A chunk of n tokens sees no more than `Window(n - 1)`; transformers gives both by one mask function.
-                options |= {"mask": Window(row - 1), "keep": settings.keep}
+                options |= {"mask": Window(window_keys - 1), "keep": settings.keep}
             else:
                 options["hot"] = settings.hot
             kv_cache = self.kv_cache = self._new_cache(k, tokens, **options)

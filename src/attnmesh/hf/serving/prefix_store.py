@@ -114,7 +114,7 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     first = not mesh.shard_index
     weights = [_weights_digest(model) if is_shared or first else 0]
     if is_shared:  # each rank has its share of the weights
-        weights = [row[0] for row in dist_all_gather_ints(weights, mesh.axes)]
+        weights = [numbers[0] for numbers in dist_all_gather_ints(weights, mesh.axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     cache_options = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
     parts = [VERSION, __version__, transformers_version, store.source, weights, config, cache_options]

@@ -69,7 +69,7 @@ class StepExchange:
         for mesh in self.meshes:
             table = all_gather_ints([*numbers, *code], mesh)
             code = table[0][len(numbers) :]
-        return code, [row[: len(numbers)] for row in table]
+        return code, [by_rank[: len(numbers)] for by_rank in table]
 
     def share_images(
         self, operations: list[Operation], images: Mapping[str, Any] | None, device: torch.device
