@@ -13,8 +13,8 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
+from attnmesh.kernels import quantized
 from attnmesh.kernels import selected_keys as reads
-from attnmesh.kernels import stored
 from attnmesh.kernels.implementations.native import NATIVE, BoundNative
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
@@ -89,7 +89,7 @@ def test_stored_rows_agree_with_float64(
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selected_rows_are_read_in_place(storage: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored.attend_selected.__module__ + "._numbers", refuse)
+    monkeypatch.setattr(quantized.attend_selected.__module__ + "._numbers", refuse)
     given = problem(storage, dtype, 128, 64)
     indices = torch.stack([torch.randperm(700)[:50] for _ in range(2)]).view(2, 1, 1, 50).int()
     last = torch.full((1,), 699)

@@ -332,9 +332,8 @@ class CacheShard:
                 padding = padding.resized(
                     config.capacity, join_slots([*positions, padding.positions[:, forgotten:used]], 1, slot_count)
                 )
-            in_place = slot_count >= len(self.token_index) and not (
-                forgotten or before
-            )  # then the old slots stay valid
+            # Old slots stay valid in place.
+            in_place = slot_count >= len(self.token_index) and not (forgotten or before)
             kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
             for index, old in enumerate(self.kv_tensors):
                 parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]

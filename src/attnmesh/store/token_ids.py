@@ -88,7 +88,7 @@ def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
 
 
 def _count_equal_tokens(ids: Tensor, other_ids: Tensor) -> int:
-    """Return the rows at the start that are equal."""
+    """Return how many tokens at the start are equal."""
     shorter = min(len(ids), len(other_ids))
     if torch.equal(ids[:shorter], other_ids[:shorter]):
         return shorter
