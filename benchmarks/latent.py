@@ -17,7 +17,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.mask import Causal
-from attnmesh.hf.layer_mask import MaskSpec
+from attnmesh.hf.layer_mask import RecognisedMask
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
@@ -94,7 +94,7 @@ def _stock(request: Request) -> Row:
 def _ours(request: Request, ranks: int) -> Row:
     layer = _Layer(request, "attnmesh")
     mesh = init_mesh("cpu", (1, 1, ranks)) if ranks > 1 else None
-    cache, mask = hf.ShardedCache(layer.config, mesh), MaskSpec(Causal(), 1, request.tokens, 0)
+    cache, mask = hf.ShardedCache(layer.config, mesh), RecognisedMask(Causal(), 1, request.tokens, 0)
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "capacity": request.tokens + 16}
     kv_cache = cache.layers[0].kv_cache = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
     kv_cache.append(torch.cat((layer.latents, layer.rotated), -1))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, RwkvConfig
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
-from attnmesh.hf.layer_mask import MaskSpec
+from attnmesh.hf.layer_mask import RecognisedMask
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
 from attnmesh.hf.training.labels import ItemCount
@@ -112,16 +112,16 @@ OPAQUE_READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPAQUE_READS)
-@pytest.mark.parametrize("value", [Opaque(), MaskSpec(Causal(), 4, 0, 0)], ids=["keys", "mask"])
+@pytest.mark.parametrize("value", [Opaque(), RecognisedMask(Causal(), 4, 0, 0)], ids=["keys", "mask"])
 def test_reading_an_opaque_value_raises(name: str, value: Any) -> None:
     with pytest.raises(errors.KernelError, match="passes masks and cached keys to attention unread, given one"):
         OPAQUE_READS[name](value)
 
 
 def test_a_mask_can_be_cut_to_its_last_rows() -> None:
-    whole = MaskSpec(Causal(), 9, 4, 0)
+    whole = RecognisedMask(Causal(), 9, 4, 0)
     assert whole[:, :, slice(0, None), :] == whole
-    assert whole[:, :, slice(-2, None), :] == MaskSpec(Causal(), 2, 11, 0)
+    assert whole[:, :, slice(-2, None), :] == RecognisedMask(Causal(), 2, 11, 0)
     assert whole.contiguous() is whole
 
 

@@ -15,7 +15,7 @@ from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, append_sequence
 from attnmesh.hf.cache.layer_protocols import StepCache
-from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, RecognisedMask, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.kernels.local_op import attend_locally
@@ -38,39 +38,41 @@ class Weighting(NamedTuple):
         return {"mask": self.mask, "sinks": self.sinks, "selected": self.selected, **self.scores._asdict()}
 
 
-def attend_without_cache(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, spec: MaskSpec) -> Tensor:
+def attend_without_cache(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, layer_mask: RecognisedMask) -> Tensor:
     """Attend without a `ShardedCache`: in shards, or locally.
 
     Sequences are attended one at a time if their masks differ.
     """
-    if not spec.row_masks:
-        if spec.sequence is None:
-            return _attend_local(q, k, v, weighting, spec)
-        return _attend_shards(q, k, v, weighting, spec.sequence)
+    if not layer_mask.row_masks:
+        if layer_mask.sequence is None:
+            return _attend_local(q, k, v, weighting, layer_mask)
+        return _attend_shards(q, k, v, weighting, layer_mask.sequence)
     outs = []
-    for number, mask in enumerate(spec.row_masks):
+    for number, mask in enumerate(layer_mask.row_masks):
         row = slice(number, number + 1)
-        padding, left_padding = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
-        row_spec = replace(spec, mask=mask, row_masks=(), token_mask=padding, left_padding=left_padding)
-        outs.append(attend_without_cache(q[row], k[row], v[row], weighting._replace(mask=mask), row_spec))
+        masks = layer_mask.token_mask, layer_mask.left_padding
+        padding, left_padding = (None if x is None else x[row] for x in masks)
+        row_mask = replace(layer_mask, mask=mask, row_masks=(), token_mask=padding, left_padding=left_padding)
+        outs.append(attend_without_cache(q[row], k[row], v[row], weighting._replace(mask=mask), row_mask))
     return torch.cat(outs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
 def attend_with_cache(
-    q: Tensor, pending: PendingKV, weighting: Weighting, spec: MaskSpec, appends_keys: bool
+    q: Tensor, pending: PendingKV, weighting: Weighting, layer_mask: RecognisedMask, appends_keys: bool
 ) -> Tensor:
     """Attend with a `ShardedCache`, which stores new keys and values."""
-    if spec.row_masks:
+    if layer_mask.row_masks:
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
-    if spec.discarded:
+    if layer_mask.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
-    if spec.sequence is not None:
-        return _prefill(q, pending, weighting, spec.sequence, appends_keys)
-    kv_cache = _append_step(pending, weighting.mask, spec, q.shape[2]) if appends_keys else pending.layer.step_cache
-    if kv_cache.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
+    if layer_mask.sequence is not None:
+        return _prefill(q, pending, weighting, layer_mask.sequence, appends_keys)
+    new, layer = q.shape[2], pending.layer
+    kv_cache = _append_step(pending, weighting.mask, layer_mask, new) if appends_keys else layer.step_cache
+    if kv_cache.config.storage is not None and pending.layer.is_first(pending) and layer_mask.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
-        out = _attend_local(q, pending.k, pending.v, weighting, spec)
+        out = _attend_local(q, pending.k, pending.v, weighting, layer_mask)
         first_cache = pending.layer.cached
         for axis in (first_cache.rank_mesh.heads, first_cache.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
@@ -156,31 +158,32 @@ def _prefill(
     return _attend_cached(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 
-def _append_step(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepCache:
+def _append_step(pending: PendingKV, mask: Mask, layer_mask: RecognisedMask, new: int) -> StepCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return what holds them."""
     kv_cache = pending.layer.reserve_step(pending, new, mask)
     try:
-        check_cached_padding(kv_cache, spec.token_mask, new, mask)
+        check_cached_padding(kv_cache, layer_mask.token_mask, new, mask)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    token_mask = None if spec.token_mask is None else spec.token_mask[:, -new:]
+    token_mask = None if layer_mask.token_mask is None else layer_mask.token_mask[:, -new:]
     kv_cache.append(*pending.tensors_to_append, token_mask=token_mask)
     return kv_cache
 
 
-def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, spec: MaskSpec) -> Tensor:
+def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, layer_mask: RecognisedMask) -> Tensor:
     """Give tokens their positions, drop padding, and attend.
 
     Keys may be those of a transformers cache. With padding sequences are attended one at a time.
     """
-    check_covers(spec.covered, spec.kv_offset + k.shape[2])
-    queries = torch.arange(q.shape[2], device="cpu") + spec.q_offset
-    keys = torch.arange(k.shape[2], device="cpu") + spec.kv_offset
-    first = spec.left_padding if weighting.mask.period > 1 else None  # chunks begin at a sequence's first token
-    if spec.token_mask is None and (first is None or not bool(first.any())):
+    check_covers(layer_mask.covered, layer_mask.kv_offset + k.shape[2])
+    queries = torch.arange(q.shape[2], device="cpu") + layer_mask.q_offset
+    keys = torch.arange(k.shape[2], device="cpu") + layer_mask.kv_offset
+    first = layer_mask.left_padding if weighting.mask.period > 1 else None  # chunks begin at a sequence's first token
+    if layer_mask.token_mask is None and (first is None or not bool(first.any())):
         return _attend_with_positions(q, k, v, weighting, queries, keys)
-    token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if spec.token_mask is None else spec.token_mask
-    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
+    token_mask, is_whole = layer_mask.token_mask, layer_mask.token_mask is None
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if token_mask is None else token_mask
+    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=is_whole)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         real = tokens.nonzero().flatten()

@@ -24,7 +24,7 @@ from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
 from attnmesh.hf.layer_checks import check_traced, compare_weights, mask_of_call
-from attnmesh.hf.layer_mask import MaskSpec
+from attnmesh.hf.layer_mask import RecognisedMask
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
 from attnmesh.hf.transformers_names import sdpa_attention
@@ -53,7 +53,7 @@ def attention_function(
     query: Tensor,
     key: Tensor | PendingKV,
     value: Tensor | PendingKV,
-    attention_mask: MaskSpec | TracedMask | Tensor | None,
+    attention_mask: RecognisedMask | TracedMask | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -84,7 +84,7 @@ def attention_function(
     if isinstance(attention_mask, TracedMask) and not isinstance(key, PendingKV):
         out = _attend_traced(module, (query, key, value), attention_mask, passed)
     else:
-        out = _attend_by_spec(module, query, (key, value), attention_mask, passed)
+        out = _attend_by_place(module, query, (key, value), attention_mask, passed)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -101,40 +101,42 @@ def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: P
         return attend_traced(q, k, v, visible, scaling, options.sinks)
 
 
-def _attend_by_spec(
+def _attend_by_place(
     module: nn.Module,
     query: Tensor,
     keys_and_values: Any,
-    mask: MaskSpec | TracedMask | Tensor | None,
+    mask: RecognisedMask | TracedMask | Tensor | None,
     options: PassedOptions,
 ) -> Tensor:
     """Return attention under a mask of positions: on shards, over a cache of shards, or on one device."""
     family = options.family
     key, value = keys_and_values
     bias, others = options.bias, options.others
-    described = mask.spec() if isinstance(mask, TracedMask) else mask
+    described = mask.recognised() if isinstance(mask, TracedMask) else mask
     if family.adds_bias is None or not family.adds_bias(module):
         others = {**others, "position_bias": bias}  # refused as any unknown argument
-    spec = mask_of_call(module, query, key, described, options.dropout, options.window, others)
-    selected = spec.selected if options.selection is None else family.read_selection(module, options.selection, spec)
+    layer_mask = mask_of_call(module, query, key, described, options.dropout, options.window, others)
+    selected = layer_mask.selected
+    if options.selection is not None:
+        selected = family.read_selection(module, options.selection, layer_mask)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16
     if family.near_bias is not None:
-        bias = family.near_bias(module, bias, spec.sequence)
-    if spec.sequence is not None:
-        if not spec.sequence.cached:
-            compare_weights(module, spec.sequence, query.device)
+        bias = family.near_bias(module, bias, layer_mask.sequence)
+    if layer_mask.sequence is not None:
+        if not layer_mask.sequence.cached:
+            compare_weights(module, layer_mask.sequence, query.device)
         if family.temperature is not None:
-            q, bias = _scale_by_positions(family.temperature(module, spec.sequence), q, bias)
-    weighting = Weighting(spec.mask, Scores(options.scaling, options.softcap, bias), options.sinks, selected)
+            q, bias = _scale_by_positions(family.temperature(module, layer_mask.sequence), q, bias)
+    weighting = Weighting(layer_mask.mask, Scores(options.scaling, options.softcap, bias), options.sinks, selected)
     with without_autocast(q):
         if not isinstance(key, PendingKV):
-            return attend_without_cache(q, k, v, weighting, spec)
+            return attend_without_cache(q, k, v, weighting, layer_mask)
         appends_keys = not getattr(module, "is_kv_shared_layer", False)  # a shared layer reads stored ones
         if k is not key.k or v is not key.v or key.latents is not None:  # autocast has cast
             latents = None if key.latents is None else key.latents.to(k.dtype)
             key = replace(key, k=k, v=v, latents=latents)
-        out: Tensor = attend_with_cache(q, key, weighting, spec, appends_keys)
+        out: Tensor = attend_with_cache(q, key, weighting, layer_mask, appends_keys)
     return out
 
 

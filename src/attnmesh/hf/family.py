@@ -164,7 +164,7 @@ class SubclassedModule(NamedTuple):
     """True if a rank calls the class for its own keys alone: `share_weights` leaves layers with the class out."""
 
 
-def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:
+def _selects_tokens(_layer: Any, indices: Tensor, _layer_mask: Any) -> Selection:
     """Return tokens that are selected for all heads."""
     return Selection(indices[:, None])
 
@@ -208,7 +208,7 @@ class Family:
     selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
     read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
-    """Return what queries select, from the layer, the value of `selection_argument` and the layer's `MaskSpec`."""
+    """Return what queries select, from the layer, the value of `selection_argument` and its `RecognisedMask`."""
     planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
     """Return the planner's record of the indexers, from a configuration, counts of layers and the key heads."""
 

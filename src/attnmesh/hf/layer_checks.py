@@ -22,7 +22,7 @@ from attnmesh.errors import (
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
-from attnmesh.hf.layer_mask import MaskSpec
+from attnmesh.hf.layer_mask import RecognisedMask
 from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sharded_sequence import FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
@@ -51,32 +51,32 @@ def mask_of_call(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
-    mask: MaskSpec | Tensor | None,
+    mask: RecognisedMask | Tensor | None,
     dropout: float,
     sliding_window: int | None,
     arguments: dict[str, Any],
-) -> MaskSpec:
+) -> RecognisedMask:
     """Check and count a layer's call, and return its mask. A failed check raises on all ranks if they compare calls."""
-    sequence = mask.sequence if isinstance(mask, MaskSpec) else None
+    sequence = mask.sequence if isinstance(mask, RecognisedMask) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
         _check_exact(module, mask, dropout, arguments)
-        spec = _checked_mask(mask, sliding_window or None)  # some models pass 0 for no window
-        check_entries(module, pending, sequence, spec.token_mask if sequence is None else sequence.token_mask)
+        layer_mask = _checked_mask(mask, sliding_window or None)  # some models pass 0 for no window
+        check_entries(module, pending, sequence, layer_mask.token_mask if sequence is None else sequence.token_mask)
         if pending is not None:
-            _check_cache(pending, spec, query.shape[2], arguments)
+            _check_cache(pending, layer_mask, query.shape[2], arguments)
         elif sequence is not None:
             _check_shards(module, query, key, arguments, sequence)
         else:
             _check_no_shard(arguments)
-            _check_alone(spec, arguments.get("position_ids"))
+            _check_alone(layer_mask, arguments.get("position_ids"))
         if sequence is not None:
             _count_layer(module, arguments, sequence)
         if pending is not None:
             pending.layer.set_projection(module, pending)
     except InputError as error:
         _raise_agreed(error, query, pending, sequence)
-    return spec
+    return layer_mask
 
 
 def _raise_agreed(
@@ -99,8 +99,8 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[s
     A layer that is not causal passes in two cases: a mask with spans says which later tokens its queries see, or the
     call has one query, after which there are no tokens.
     """
-    mask_decides = isinstance(mask, MaskSpec) and mask.sequence is None and mask.q_length == 1
-    mask_decides = mask_decides or (isinstance(mask, MaskSpec) and mask.has_spans)
+    mask_decides = isinstance(mask, RecognisedMask) and mask.sequence is None and mask.q_length == 1
+    mask_decides = mask_decides or (isinstance(mask, RecognisedMask) and mask.has_spans)
     if not mask_decides and (not getattr(module, "is_causal", True) or arguments.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
@@ -123,55 +123,57 @@ def _check_no_shard(arguments: dict[str, Any]) -> None:
         raise ArgumentError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
 
 
-def _check_alone(spec: MaskSpec, positions: Any) -> None:
+def _check_alone(layer_mask: RecognisedMask, positions: Any) -> None:
     """Warn once, among several ranks, that a model attends to this rank's tokens alone. Raise if they are a chunk.
 
     A chunk that was cut by hand begins after tokens that no cache has, or leaves tokens out. Positions that restart
     tell of no chunk: packed sequences and padding have them.
     """
-    if spec.q_length == 1 or not dist.is_initialized() or dist.get_world_size() == 1 or vars(spec).get("is_known"):
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if layer_mask.q_length == 1 or is_alone or vars(layer_mask).get("is_known"):
         return
-    vars(spec)["is_known"] = True  # one mask serves all layers of its kind
-    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == spec.q_length:
-        indices = torch.arange(spec.q_length, device=positions.device)
-        padding = 0 if spec.left_padding is None or spec.q_offset else spec.left_padding.to(positions.device)[:, None]
+    vars(layer_mask)["is_known"] = True  # one mask serves all layers of its kind
+    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == layer_mask.q_length:
+        indices = torch.arange(layer_mask.q_length, device=positions.device)
+        left_padding = None if layer_mask.q_offset else layer_mask.left_padding
+        padding = 0 if left_padding is None else left_padding.to(positions.device)[:, None]
         is_real = indices >= padding
-        begins_late = (positions > spec.q_offset) & (indices == padding)
+        begins_late = (positions > layer_mask.q_offset) & (indices == padding)
         is_chunk = begins_late.any() | ((positions.diff() > 1) & is_real[..., 1:]).any()
         if bool(is_chunk):
             subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
             given = "those of a chunk, in a model that got no mesh"
             fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
             raise LayoutError(subject, expected, given, fix)
-    if not spec.q_offset:
+    if not layer_mask.q_offset:
         cause = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
         advice = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
         advice += "hf.on_mesh, or the model with hf.shard_batch(batch, mesh); with mesh=None if this is meant"
         warn_once(f"{SUBJECT}: {cause}, {advice}.")
 
 
-def _checked_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+def _checked_mask(layer_mask: RecognisedMask | Tensor | None, window: int | None) -> RecognisedMask:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
     subject = f"{SUBJECT} attention_mask"
-    if not isinstance(spec, MaskSpec):
-        given = "no mask" if spec is None else f"a mask of shape {list(getattr(spec, 'shape', []))}"
+    if not isinstance(layer_mask, RecognisedMask):
+        given = "no mask" if layer_mask is None else f"a mask of shape {list(getattr(layer_mask, 'shape', []))}"
         fix = "pass a 2D attention_mask of padding, or none"
         raise MaskError(subject, "one made by transformers for attnmesh", given, fix)
-    if spec.mask == Full():
+    if layer_mask.mask == Full():
         expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
         raise MaskError(subject, expected, "a bidirectional mask", fix)
-    if window is not None and spec.has_spans:
-        masks = (spec.mask, *spec.row_masks)
+    if window is not None and layer_mask.has_spans:
+        masks = (layer_mask.mask, *layer_mask.row_masks)
         windowed = [mask & Window(window - 1, FAR) for mask in masks if mask.max_causal_keys in (FAR, window)]
-        if len(windowed) == 1 + len(spec.row_masks):
-            return replace(spec, mask=windowed[0], row_masks=tuple(windowed[1:]))
-    if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
-        return replace(spec, mask=Window(window - 1))  # one token sees as much by both
-    if window is not None and spec.mask != Window(window - 1):
-        given = f"{spec.mask} for a layer with sliding_window={window}"
+        if len(windowed) == 1 + len(layer_mask.row_masks):
+            return replace(layer_mask, mask=windowed[0], row_masks=tuple(windowed[1:]))
+    if window is not None and layer_mask.mask == Causal() and layer_mask.q_length == 1 and layer_mask.q_offset < window:
+        return replace(layer_mask, mask=Window(window - 1))  # one token sees as much by both
+    if window is not None and layer_mask.mask != Window(window - 1):
+        given = f"{layer_mask.mask} for a layer with sliding_window={window}"
         fix = "use the layers of a release of transformers, unchanged"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
-    return spec
+    return layer_mask
 
 
 def _check_shards(
@@ -201,7 +203,7 @@ def _count_layer(module: nn.Module, arguments: dict[str, Any], sequence: Sharded
     record.item_count = None if isinstance(count, ItemCount) else count
 
 
-def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dict[str, Any]) -> None:
+def _check_cache(pending: PendingKV, layer_mask: RecognisedMask, tokens: int, arguments: dict[str, Any]) -> None:
     """Raise unless the new tokens follow the cached ones, and see no more than the model's stock cache keeps.
 
     use_cache=False raises only with positions that begin at 0 again: otherwise it may be a default.
@@ -213,7 +215,7 @@ def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dic
             subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
             raise KernelError(subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
     window = pending.layer.cache.stock_window
-    if window and spec.mask == Causal():
+    if window and layer_mask.mask == Causal():
         given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
         fix = "set model.config.sliding_window = None"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)

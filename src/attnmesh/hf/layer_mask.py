@@ -29,7 +29,7 @@ from attnmesh.hf.transformers_names import bidirectional_mask_function, causal_m
 
 
 @dataclass(frozen=True)
-class MaskSpec(LayerMask):
+class RecognisedMask(LayerMask):
     """Mask as positions, and padding."""
 
     mask: Mask
@@ -76,7 +76,7 @@ class MaskSpec(LayerMask):
         """Return whether tokens of an image see each other both ways, in some sequence."""
         return any(mask.span_pairs for mask in (self.mask, *self.row_masks))
 
-    def spec(self) -> "MaskSpec":
+    def recognised(self) -> "RecognisedMask":
         """Return itself."""
         return self
 
@@ -130,23 +130,23 @@ class DescribedMask(NamedTuple):
             return None
 
 
-def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
+def mask_function(**arguments: Any) -> RecognisedMask | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     if in_tower(arguments.get("config")):
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     if BEGUN.sequence_ref is not None:
         arguments = _with_lost_mask(arguments)
     mask = arguments.get("attention_mask")
-    if isinstance(mask, MaskSpec | TracedMask):
+    if isinstance(mask, RecognisedMask | TracedMask):
         return mask  # with a static cache, `generate` makes the mask before the model runs
     if isinstance(mask, ShardMask | WholeMask) or not needs_tensor(arguments):
-        return mask_spec(**arguments)
+        return recognised_mask(**arguments)
     if arguments.get("mask_function") is bidirectional_mask_function:
-        return MaskSpec(Full(), arguments["q_length"], 0, 0)
+        return RecognisedMask(Full(), arguments["q_length"], 0, 0)
     if not in_trace(arguments):
         covered = None if mask is None else mask.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
-    return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
+    return TracedMask.of(arguments, partial(_recognised_outside_graphs, **arguments))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -177,7 +177,7 @@ def check_covers(covered: int | None, tokens: int) -> None:
         raise ShapeError(f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
-def mask_spec(
+def recognised_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -186,7 +186,7 @@ def mask_spec(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     **options: Any,
-) -> MaskSpec:
+) -> RecognisedMask:
     """Return the mask as positions, from the arguments that transformers describes it with."""
     function: IndexFunction = options.get("mask_function", causal_mask_function)
     local_size: int | None = options.get("local_size")
@@ -212,13 +212,13 @@ def mask_spec(
             raise MaskError("attention mask", expected, "a mask function of the model's own", DROP_TOKEN_TYPES)
         mask = _recognise(described, local_size)
     row_masks = rows if len({*rows}) > 1 else ()
-    return MaskSpec(
+    return RecognisedMask(
         mask, q_length, q_offset, kv_offset, token_mask, sequence, covered, left_padding, row_masks=row_masks
     )
 
 
-_spec_outside_graphs = torch.compiler.disable(mask_spec)
-"""`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
+_recognised_outside_graphs = torch.compiler.disable(recognised_mask)
+"""`recognised_mask` for a cache of shards, which reads positions: a graph cannot."""
 
 
 def _recognise(described: DescribedMask, local_size: int | None) -> Mask:

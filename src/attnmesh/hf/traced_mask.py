@@ -39,8 +39,8 @@ class LayerMask(Opaque):
             self.raise_read("getitem")
         return IndexMask(self)
 
-    def spec(self) -> Any:
-        """Return the mask as a `MaskSpec`."""
+    def recognised(self) -> Any:
+        """Return the mask as a `RecognisedMask`."""
         raise NotImplementedError
 
     def allow_selection(self) -> None:
@@ -51,7 +51,7 @@ class LayerMask(Opaque):
         """Return the mask in which queries see what is selected, of the keys that they saw."""
         if not isinstance(selected, Selection):
             self.raise_read("and")
-        return replace(self.spec(), selected=selected)
+        return replace(self.recognised(), selected=selected)
 
     def contiguous(self) -> Self:
         """Return itself: it has no memory layout, or transformers has made it contiguous."""
@@ -65,7 +65,7 @@ class TracedMask(LayerMask):
     visible: Tensor
     """(batch, 1, queries, keys), True where a query sees a key."""
     describe: Callable[[], Any]
-    """Return the `MaskSpec` of the same mask."""
+    """Return the `RecognisedMask` of the same mask."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,17 +73,17 @@ class TracedMask(LayerMask):
         return self.visible.shape
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], spec: Callable[[], Any]) -> "TracedMask":
+    def of(cls, arguments: dict[str, Any], describe: Callable[[], Any]) -> "TracedMask":
         """Return the mask that transformers describes."""
-        return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), spec)
+        return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), describe)
 
     def __getitem__(self, key: Any) -> Any:
         """Return `mask[:, 0]`, in a trace as a tensor."""
         index_mask = super().__getitem__(key)
         return self.visible[:, 0] if is_traced() else index_mask
 
-    def spec(self) -> Any:
-        """Return the mask as a `MaskSpec`."""
+    def recognised(self) -> Any:
+        """Return the mask as a `RecognisedMask`."""
         return self.describe()
 
     def seen(self, keys: int) -> Tensor:

@@ -46,13 +46,13 @@ class IndexedLayer(ShardedLayer):
         """
         assert self.new_index_keys is not None
         new = self.new_index_keys[:, None]
-        spec = scores.spec
-        sequence: ShardedSequence | None = spec.sequence
+        layer_mask = scores.recognised
+        sequence: ShardedSequence | None = layer_mask.sequence
         tokens = new.shape[2] if sequence is None else sequence.length
         storage = self.cache.settings.storage if self.index_is_quantized else None
         index = self.reserve_other("index", new, tokens, storage=storage)
         if sequence is None:
-            index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
+            index.append(new, token_mask=None if layer_mask.token_mask is None else layer_mask.token_mask[:, -tokens:])
             return self._best(scores, scores.operands, k)
         if scores.whole:
             index.append(new, token_mask=sequence.token_mask)
@@ -66,7 +66,7 @@ class IndexedLayer(ShardedLayer):
     def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query. `operands` are of the last tokens, the queries."""
         return top_k_tokens(
-            self.other_kv_caches["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block
+            self.other_kv_caches["index"], scores.run, operands, k, mask=scores.recognised.mask, block=scores.block
         )
 
 

@@ -24,8 +24,8 @@ class BlockScores(Opaque):
     """Scores of an indexer's keys in blocks, before they are computed. They take the place of the selected blocks."""
 
     whole = False
-    spec: Any = None
-    """The `MaskSpec` of the layer; None before it is known."""
+    recognised: Any = None
+    """The `RecognisedMask` of the layer; None before it is known."""
 
     def __init__(self, indexer: Any, q: Tensor, positions: Tensor, source: Any) -> None:
         self.operands = (q,)
@@ -37,19 +37,19 @@ class BlockScores(Opaque):
         """Return the scores of some keys for some queries, (batch, key heads, queries, keys)."""
         return operands[0].transpose(1, 2).float() @ keys[:, None].float().mT
 
-    def selected(self, spec: Any) -> Selection:
+    def selected(self, recognised: Any) -> Selection:
         """Return the last blocks of each query and the best others, of those that the mask of a layer shows."""
-        check_unpadded(spec)
-        self.spec = spec
+        check_unpadded(recognised)
+        self.recognised = recognised
         blocks = self.source.select(self, self.k)
         local = self.positions[..., None] // self.block - torch.arange(self.local, device=self.positions.device)
         return Selection(_join(local.clamp(min=0).to(blocks.dtype)[:, None], blocks), self.block)
 
 
-def check_unpadded(spec: Any) -> None:
+def check_unpadded(recognised: Any) -> None:
     """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
-    masks = [spec.token_mask, *([] if spec.sequence is None else [spec.sequence.token_mask])]
-    packed = spec.sequence is not None and spec.sequence.documents.depends_on_length
+    masks = [recognised.token_mask, *([] if recognised.sequence is None else [recognised.sequence.token_mask])]
+    packed = recognised.sequence is not None and recognised.sequence.documents.depends_on_length
     fits = not packed and all(mask is None for mask in masks)
     if not fits:
         expected = "one sequence a row without padding, in a model that selects blocks"
@@ -93,14 +93,14 @@ class BlockIndexer:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
-def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
+def selected_blocks(module: Any, blocks: Any, recognised: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):
-        return blocks.selected(spec)
-    if spec.sequence is not None:
+        return blocks.selected(recognised)
+    if recognised.sequence is not None:
         expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
         raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate, or update attnmesh")
-    check_unpadded(spec)
+    check_unpadded(recognised)
     return Selection(blocks.masked_fill(blocks < 0, NO_INDEX).to(torch.int32), module.indexer.block_size)
 
 

@@ -33,9 +33,9 @@ class PooledScores:
 
     block, whole = 1, True
 
-    def __init__(self, q: Tensor, spec: Any) -> None:
+    def __init__(self, q: Tensor, recognised: Any) -> None:
         self.operands = (q,)
-        self.spec = spec
+        self.recognised = recognised
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         """Return the scores of some means for some queries, (batch, queries, keys)."""
@@ -56,9 +56,11 @@ class PooledIndexer:
         indexer: Any = self
         is_ours = isinstance(attention_mask, LayerMask)  # or another attention is set
         ratio = indexer.compress_ratio
-        spec: Any = attention_mask.spec() if is_ours else None
+        recognised: Any = attention_mask.recognised() if is_ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(spec.sequence) if is_ours and layer is None and spec.sequence is not None else layer
+        source: Any = (
+            ShardKeys(recognised.sequence) if is_ours and layer is None and recognised.sequence is not None else layer
+        )
         if not (is_ours and hasattr(source, "join_earlier")):
             args = hidden_states, position_embeddings, attention_mask, past_key_values
             return super().forward(*args)  # type: ignore[misc]
@@ -69,8 +71,8 @@ class PooledIndexer:
         rope = rope_of(indexer)
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
-        rows = rows if spec.sequence is None else spec.sequence.gather_tokens(rows)
-        positions = _positions(source.lengths, rows, spec)
+        rows = rows if recognised.sequence is None else recognised.sequence.gather_tokens(rows)
+        positions = _positions(source.lengths, rows, recognised)
         keys, cos, sin = source.join_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
         means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
         first = slice(0, means.shape[1])  # a mean stands where its block begins
@@ -78,27 +80,27 @@ class PooledIndexer:
         ends = (positions >= 0) & ((positions + 1) % ratio == 0)
         bias = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index_keys = torch.cat((means[:, :, 0], bias), -1)
-        blocks = source.select(PooledScores(q, spec), indexer.block_topk)
-        if spec.sequence is None:
+        blocks = source.select(PooledScores(q, recognised), indexer.block_topk)
+        if recognised.sequence is None:
             tokens = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
             own_positions = positions
         else:
-            tokens = spec.sequence.positions()
-            own_positions = positions[:, tokens - spec.sequence.start]
+            tokens = recognised.sequence.positions()
+            own_positions = positions[:, tokens - recognised.sequence.start]
         return Selection(_tokens(blocks, tokens.to(blocks), own_positions, ratio)[:, None])
 
 
-def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
+def _positions(lengths: Tensor | int, rows: Tensor, recognised: Any) -> Tensor:
     """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
-    mask = spec.token_mask if spec.sequence is None else spec.sequence.token_mask
+    mask = recognised.token_mask if recognised.sequence is None else recognised.sequence.token_mask
     is_real = (
         rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
     )
     earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
     positions = (earlier + is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
-    if spec.sequence is None or not spec.sequence.documents.depends_on_length:
+    if recognised.sequence is None or not recognised.sequence.documents.depends_on_length:
         return positions
-    first, _ = spec.sequence.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
+    first, _ = recognised.sequence.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
     in_document: Tensor = positions - first.to(positions.device)
     return in_document
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
 from attnmesh.hf.images.image_merge import SET_HERE, cut_argument, text_arguments
-from attnmesh.hf.layer_mask import USE_SDPA, MaskSpec
+from attnmesh.hf.layer_mask import USE_SDPA, RecognisedMask
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions, WholeIds, WholeMask
 from attnmesh.hf.sharded_sequence import ShardedSequence
 
@@ -70,7 +70,7 @@ def _sequence_to_cut(mask: Any) -> ShardedSequence | None:
         )
     if isinstance(mask, WholeMask):
         return mask.sequence
-    is_whole = isinstance(mask, MaskSpec) and mask.sequence is not None and mask.q_length == mask.sequence.length
+    is_whole = isinstance(mask, RecognisedMask) and mask.sequence is not None and mask.q_length == mask.sequence.length
     return mask.sequence if is_whole and not mask.sequence.cached else None
 
 
@@ -78,6 +78,6 @@ def _cut_mask(mask: Any, index: torch.Tensor) -> Any:
     """Return the part of a mask, or of the masks of several kinds of layers, for the tokens of these indices."""
     if isinstance(mask, dict):
         return {kind: _cut_mask(kind_mask, index) for kind, kind_mask in mask.items()}
-    if isinstance(mask, MaskSpec):
+    if isinstance(mask, RecognisedMask):
         return replace(mask, q_length=len(index))
     return ShardMask.of(mask.plain()[:, index], sequence=mask.sequence) if isinstance(mask, WholeMask) else mask

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, ImageTokens, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
-from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, RecognisedMask
 from attnmesh.hf.sharded_sequence import ShardedSequence
 
 PER_TOKEN = {
@@ -60,7 +60,7 @@ class MergedPrompt:
     positions: Tensor | None
     """(batch, length) or (dims, batch, length); None if the text model counts tokens."""
     image_tokens: ImageTokens
-    masks: dict[str, MaskSpec]
+    masks: dict[str, RecognisedMask]
     """Mask of each kind of layer, if some have spans; "" for all layers."""
     spans: list[Span]
     decoding: dict[str, Any]
@@ -157,10 +157,10 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     return text_inputs
 
 
-def _masks_with_spans(attention_mask: Any) -> dict[str, MaskSpec]:
+def _masks_with_spans(attention_mask: Any) -> dict[str, RecognisedMask]:
     """Return the masks that a model passes to its text model, if some have spans."""
     masks = attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
-    specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
+    specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, RecognisedMask)}
     if any(mask.row_masks for mask in specs.values()):
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     return specs if any(mask.has_spans for mask in specs.values()) else {}

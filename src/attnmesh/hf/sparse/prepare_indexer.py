@@ -37,9 +37,9 @@ def restore_indexer(module: nn.Module) -> None:
 def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass `ShardKeys` as the cache to an indexer in training, also when checkpointing recomputes it."""
     mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
-    if mask is None or mask.spec.sequence is None or mask.spec.sequence.cached:
+    if mask is None or mask.recognised.sequence is None or mask.recognised.sequence.cached:
         return None
-    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.sequence)}
+    return args, {**kwargs, "past_key_values": ShardKeys(mask.recognised.sequence)}
 
 
 def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:

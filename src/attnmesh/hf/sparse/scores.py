@@ -47,9 +47,9 @@ class IndexMask(Opaque):
         return self
 
     @property
-    def spec(self) -> Any:
-        """The mask as a `MaskSpec`."""
-        return self.layer_mask.spec()
+    def recognised(self) -> Any:
+        """The mask as a `RecognisedMask`."""
+        return self.layer_mask.recognised()
 
     @classmethod
     def __torch_function__(
@@ -77,8 +77,8 @@ class IndexScores(DispatchedTensor):
     """Keys per index."""
     whole = False
     """True if each rank passes the keys of all ranks' tokens."""
-    spec: Any = None
-    """The `MaskSpec` that hides keys; None before it is applied."""
+    recognised: Any = None
+    """The `RecognisedMask` that hides keys; None before it is applied."""
 
     @classmethod
     def keys(cls, new: Tensor, source: KeySource) -> "IndexScores":
@@ -90,9 +90,20 @@ class IndexScores(DispatchedTensor):
         """Record a function that scores each key by itself. Raise for all others."""
         if name in METADATA_FUNCTIONS and not isinstance(result := call(), Tensor):
             return result
-        if name == "masked_fill" and self.spec is None and isinstance(args[1], IndexMask) and args[2] == -torch.inf:
-            return self.of(self.plain(), **{**vars(self), "spec": args[1].spec})
-        if name == "topk" and self.spec is not None and self.ndim == 3 and self.shape[2] == KEYS and _is_last(kwargs):
+        if (
+            name == "masked_fill"
+            and self.recognised is None
+            and isinstance(args[1], IndexMask)
+            and args[2] == -torch.inf
+        ):
+            return self.of(self.plain(), **{**vars(self), "recognised": args[1].recognised})
+        if (
+            name == "topk"
+            and self.recognised is not None
+            and self.ndim == 3
+            and self.shape[2] == KEYS
+            and _is_last(kwargs)
+        ):
             return TopK(self.source.select(self, args[1]))
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
             Opaque.raise_read(name.strip("_"))

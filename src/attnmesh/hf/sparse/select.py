@@ -17,7 +17,7 @@ class KeyScores(Protocol):
     """Scores of an indexer's keys, before they are computed."""
 
     operands: tuple[Tensor, ...]
-    spec: Any
+    recognised: Any
     block: int
     whole: bool
     """True if each rank passes the keys of all ranks' tokens."""
@@ -36,7 +36,7 @@ def select_in_shards(scores: KeyScores, new: Tensor, sequence: ShardedSequence, 
     keys = new if scores.whole else sequence.gather_tokens(new)
     device = new.device
     tokens = torch.arange(sequence.length, device=device)
-    first, last = (x.to(device)[None] for x in sequence.mask_of(scores.spec.mask).bounds(sequence.positions()))
+    first, last = (x.to(device)[None] for x in sequence.mask_of(scores.recognised.mask).bounds(sequence.positions()))
     index = IndexKeys(keys, tokens, tokens[None])
     return unpack_candidates(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
 
