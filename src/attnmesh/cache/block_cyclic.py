@@ -87,7 +87,7 @@ class TokenCounts:
         [5, 2]
         """
         count = self.block_cyclic.count
-        return [n + count(rank, length) - count(rank, self.start) for rank, n in enumerate(self.initial)]
+        return [initial + count(rank, length) - count(rank, self.start) for rank, initial in enumerate(self.initial)]
 
     def with_shards(self, length: int, reports: Sequence[ShardReport]) -> "TokenCounts":
         """Return the counts after ranks have added the tokens of their reports to the first `length`.

@@ -34,7 +34,7 @@ def swap_tokens_for_heads(
     if axis.size == 1:
         return new, positions
     sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
-    shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
+    shards = [shape.shard(head_index, mesh.queries.index, mesh.keys.index) for head_index in range(axis.size)]
     shapes = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
     received = zip(*all_to_all(sends, shapes, axis), strict=True)
     *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)

@@ -172,10 +172,11 @@ def _print_table(result: Any, model: ModelOnMesh, verbose: bool) -> None:
         "model loaded in": f"{result.load_seconds:.1f} s",
         "prefill": f"{result.prefill_seconds:.2f} s",
         "time per token": f"{1e3 * result.seconds_per_token:.1f} ms, of which merging {result.merging_share:.0%}",
-        "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
-        "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
-        "weights": f"{result.weights}, MB by rank: " + ", ".join(f"{n / 1e6:.1f}" for n in result.weight_bytes),
-        "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
+        "keys of a layer, by rank": ", ".join(f"{number:,}" for number in result.keys),
+        "keys and values, MB by rank": ", ".join(f"{number / 1e6:.1f}" for number in result.cache_bytes),
+        "weights": f"{result.weights}, MB by rank: "
+        + ", ".join(f"{number / 1e6:.1f}" for number in result.weight_bytes),
+        "received per token, kB by rank": ", ".join(f"{number / 1e3:.1f}" for number in result.bytes_per_token),
         "mesh": ": ".join(filter(None, (str(model.mesh), model.mesh.reason))),
     }
     table = pairs("", figures)

@@ -48,8 +48,8 @@ class Proof:
     @property
     def holds(self) -> bool:
         """True if the errors are allowed, and for an unsupported kernel."""
-        errors = [e for e in (self.out_error, self.gradient_error) if e is not None]
-        return self.absent is not None or (bool(errors) and all(e <= (self.allowed or 0.0) for e in errors))
+        errors = [error for error in (self.out_error, self.gradient_error) if error is not None]
+        return self.absent is not None or (bool(errors) and all(error <= (self.allowed or 0.0) for error in errors))
 
 
 def devices() -> list[torch.device]:

@@ -102,10 +102,10 @@ def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[PricedRound, ...]:
     for index in range(max(map(len, by_rank.values()))):
         sends = {rank: own_rounds[index].send for rank, own_rounds in by_rank.items() if index < len(own_rounds)}
         leaving = Counter(
-            a // ranks_per_host
-            for a, peers in sends.items()
-            for b in peers
-            if a // ranks_per_host != b // ranks_per_host
+            sender // ranks_per_host
+            for sender, peers in sends.items()
+            for receiver in peers
+            if sender // ranks_per_host != receiver // ranks_per_host
         )
         counts = [len(peers) for peers in sends.values()]
         rounds.append(PricedRound(max(counts), sum(counts), max(leaving.values(), default=0)))

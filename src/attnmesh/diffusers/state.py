@@ -171,7 +171,7 @@ class MeshState:
 def split_attention(model: nn.Module, plan: TokenPlan) -> dict[str, Any]:
     """Return the attention modules whose tokens are split, by name."""
     kinds = (Attention, MochiAttention, AttentionModuleMixin)
-    return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and plan.is_split(name)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and plan.is_split(name)}
 
 
 def _map_outputs(function: Callable[[int, Any], Any], output: Any) -> Any:

@@ -224,7 +224,7 @@ def indexed_layer_indices(config: PreTrainedConfig) -> list[int]:
     config = config.get_text_config(decoder=True)
     layers = layers_of(config)
     types = getattr(config, "indexer_types", None) or ["full"] * len(layers)
-    return [n for n, layer in enumerate(layers) if layer.indexed and types[n] == "full"]
+    return [index for index, layer in enumerate(layers) if layer.indexed and types[index] == "full"]
 
 
 def num_cached_layers(config: PreTrainedConfig) -> int:

@@ -40,7 +40,7 @@ def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] |
 
 def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
     """Return (sequences, count) for each run of equal counts."""
-    edges = [0, *(i for i in range(1, len(counts)) if counts[i] != counts[i - 1]), len(counts)]
+    edges = [0, *(row for row in range(1, len(counts)) if counts[row] != counts[row - 1]), len(counts)]
     return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
 
 

@@ -141,7 +141,7 @@ class AttentionArguments(NamedTuple):
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
-        shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in tensors.items()}
+        shapes = {name: [size for dim, size in enumerate(x.shape) if dim != 2] for name, x in tensors.items()}
         requires_grad = [name for name, x in tensors.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:

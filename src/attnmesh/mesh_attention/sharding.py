@@ -103,7 +103,7 @@ def unshard(
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
-        other_dims = [n for other, n in enumerate(x.shape) if other != dim]
+        other_dims = [size for other, size in enumerate(x.shape) if other != dim]
         options = {"layout": layout, "length": length, "mask": mask}
         fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
         table = agreement.compare(fields, payload=[x.shape[dim]])
@@ -128,7 +128,7 @@ def unshard_runs(x: Tensor, mesh: RankMesh, sizes: Sequence[int], dim: int) -> T
 
 
 def _fake_whole(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
+    return x.new_empty([sum(sizes) if other == dim else size for other, size in enumerate(x.shape)])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

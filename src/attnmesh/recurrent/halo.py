@@ -54,7 +54,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     axis = axis_of(group, "halo")
     with Agreement(mesh_of_axis(axis), "halo") as agreement:
         _check_halo(x, size, dim)
-        other_sizes = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
+        other_sizes = [other_size for other, other_size in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
         fields = {"others": other_sizes, "dtype": x.dtype, **options}

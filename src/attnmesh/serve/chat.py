@@ -62,7 +62,9 @@ def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bo
     too long.
     """
     pictures: list[Any] | None = [] if hasattr(processing_class, "image_processor") else None
-    messages = [template_message(f"messages[{i}]", message, pictures) for i, message in enumerate(fields["messages"])]
+    messages = [
+        template_message(f"messages[{index}]", message, pictures) for index, message in enumerate(fields["messages"])
+    ]
     check_tools(fields["tools"] or [])
     check_texts("response_format", fields.get("response_format"))
     tools = offered_tools(fields)
@@ -71,17 +73,17 @@ def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bo
     template = template_of(processing_class, tools)
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
-    for i, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
             text = "the model's chat template has no tools. Leave out calls and their results."
-            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+            raise Refused(400, f"messages[{index}]: {text}", f"messages[{index}]")
     shapes = {
         role: shapes_of(processing_class, template, role, tools) for role in {message["role"] for message in messages}
     }
-    for i, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not shapes[message["role"]]:
             text = f"the model's chat template drops messages of role {message['role']}. Use another role."
-            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+            raise Refused(400, f"messages[{index}]: {text}", f"messages[{index}]")
         message["content"] = _in_shape(message, shapes[message["role"]])
     _shape_arguments(processing_class, template, messages)
     _name_results(messages)
@@ -319,7 +321,9 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     read = {"role": role, "content": parts if isinstance(content, list) else text}
     read |= (
-        {"tool_calls": [read_call(f"{param}.tool_calls[{i}]", call) for i, call in enumerate(calls)]} if calls else {}
+        {"tool_calls": [read_call(f"{param}.tool_calls[{index}]", call) for index, call in enumerate(calls)]}
+        if calls
+        else {}
     )
     more = {"name": name, "tool_call_id": answers, "reasoning_content": thought}
     return read | {key: value for key, value in more.items() if value is not None}
@@ -335,8 +339,8 @@ def read_parts(param: str, content: Any, pictures: list[Any] | None, *, optional
         return [{"type": "text", "text": content}]
     expected = "a part of type text" if pictures is None else "a part of type text or image_url"
     read: list[dict[str, Any]] = []
-    for j, part in enumerate(content):
-        place = f"{param}[{j}]"
+    for index, part in enumerate(content):
+        place = f"{param}[{index}]"
         if pictures is not None and isinstance(part, dict) and part.get("type") == "image_url":
             pictures.append(read_image(place, part, pictures))
             read.append({"type": "image", "image": pictures[-1]})

@@ -58,7 +58,7 @@ class AskedGrammar:
         choice = fields["tool_choice"]
         tools = fields["tools"] or []
         named = choice["function"]["name"] if isinstance(choice, dict) else None
-        functions = tuple((f"tools[{i}].function", tool["function"]) for i, tool in enumerate(tools))
+        functions = tuple((f"tools[{index}].function", tool["function"]) for index, tool in enumerate(tools))
         allowed = tuple((field, function) for field, function in functions if named in (None, function["name"]))
         must_call = named is not None or choice == "required"
         if must_call and not allowed:

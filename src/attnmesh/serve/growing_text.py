@@ -199,7 +199,7 @@ def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
     >>> partial_mark_length("a <to", ("<tool>", "</think>")), partial_mark_length("a", ("<tool>",))
     (3, 0)
     """
-    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return max((length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length])), default=0)
 
 
 def read_json(text: str) -> Any:

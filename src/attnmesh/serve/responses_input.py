@@ -57,8 +57,8 @@ class InputMessages:
 
     def add_items(self, items: Iterable[dict[str, Any]]) -> None:
         """Add the messages of items, or raise on one that is not served."""
-        for i, item in enumerate(items):
-            self._add_item(f"input[{i}]", item)
+        for index, item in enumerate(items):
+            self._add_item(f"input[{index}]", item)
 
     def add(self, role: str, content: Any, field: str, place: str = "") -> None:
         """Add a message whose content stands at a place of a field."""
@@ -144,7 +144,7 @@ def content_of(field: str, content: Any) -> Any:
         return content
     if not isinstance(content, list) or not content:
         raise wrong_value(field, "text, or a list of parts", content)
-    parts = [part_of(f"{field}[{j}]", one, PARTS) for j, one in enumerate(content)]
+    parts = [part_of(f"{field}[{index}]", one, PARTS) for index, one in enumerate(content)]
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -152,7 +152,7 @@ def thought_of(field: str, parts: Any) -> str:
     """Return what a model thought, or raise."""
     if not isinstance(parts, list | None):
         raise wrong_value(field, "a list of parts", parts)
-    return "".join(part_of(f"{field}[{j}]", one, THOUGHTS)["text"] for j, one in enumerate(parts or ()))
+    return "".join(part_of(f"{field}[{index}]", one, THOUGHTS)["text"] for index, one in enumerate(parts or ()))
 
 
 def part_of(field: str, part: Any, kinds: tuple[str, ...]) -> dict[str, Any]:

@@ -176,12 +176,12 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     else:
         read.add_items(fields["input"])
     body["messages"] = read.messages
-    body["tools"] = [chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields["tools"] or [])] or None
+    body["tools"] = [chat_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields["tools"] or [])] or None
     choice = fields["tool_choice"]
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
-    functions = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(body["tools"] or []))}
+    functions = {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body["tools"] or []))}
     return body, NAMES | functions | read.names
 
 

@@ -162,7 +162,7 @@ class SchemaGraph:
         rest = schema.get("items", True)
         least = least if isinstance(least, int | float) else 0
         first, rest = (rest, schema.get("additionalItems", True)) if isinstance(rest, list) else (first, rest)
-        yield from (item for i, item in enumerate(first) if i < least)
+        yield from (item for index, item in enumerate(first) if index < least)
         if least > len(first):
             yield rest
 

@@ -33,8 +33,8 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         raise Refused(400, f"tools: expected at most {MAX_TOOLS} tools, given {len(tools)}", "tools")
     names = set[str]()
     characters = 0
-    for i, tool in enumerate(tools):
-        field = f"tools[{i}]"
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}]"
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict) or tool.keys() - {"type", "function"}:
             raise wrong_value(field, "type function, and function with a name and parameters", tool)
@@ -110,10 +110,12 @@ def inner_schemas(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any
         elif keyword in LISTS:
             if not isinstance(value, list):
                 raise wrong_value(place, "a list of schemas", value)
-            yield from ((f"{place}[{i}]", inner) for i, inner in enumerate(value))
+            yield from ((f"{place}[{index}]", inner) for index, inner in enumerate(value))
         elif keyword in SINGLE:
             several = isinstance(value, list) and keyword == "items"
-            yield from ((f"{place}[{i}]", inner) for i, inner in enumerate(value)) if several else [(place, value)]
+            yield from (
+                ((f"{place}[{index}]", inner) for index, inner in enumerate(value)) if several else [(place, value)]
+            )
 
 
 def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -127,5 +129,5 @@ def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
             yield from _texts(name, place)
             yield from _texts(inner, f"{place}.{name[:60]}" if is_text(name) else place)
     elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _texts(inner, f"{place}[{i}]")
+        for index, inner in enumerate(value):
+            yield from _texts(inner, f"{place}[{index}]")

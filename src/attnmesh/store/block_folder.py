@@ -158,7 +158,7 @@ class BlockFolder:
 
     def write_layers(self, name: str, layers: Sequence[CacheConfig]) -> None:
         """Write the configurations of a model's layers."""
-        tensors = {str(n): torch.tensor(config.to_code(), device="cpu") for n, config in enumerate(layers)}
+        tensors = {str(layer): torch.tensor(config.to_code(), device="cpu") for layer, config in enumerate(layers)}
         with_name = {NAME_TENSOR: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS_SUFFIX}", with_name, checksums_of(with_name), waits_for_disk=False)
 
@@ -166,7 +166,7 @@ class BlockFolder:
         """Return the configurations of a model's layers. Raise if there are none, or if they are damaged."""
         tensors = _tensors_of(self.path / f"{name}{LAYERS_SUFFIX}", name)
         try:
-            return [CacheConfig.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
+            return [CacheConfig.from_code(tensors[str(layer)].tolist()) for layer in range(len(tensors))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
             raise StoreError("load", "sizes of layers", given, DAMAGED_FIX) from error

@@ -304,7 +304,9 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
             _copy_heads(shard, file, layer, Axis(manifest.head_ranks, piece.head_rank), own_indices, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[own_indices].to(first.device)
     for shard in shards.values():
-        shared = [_shared_heads(shard, Axis(manifest.head_ranks, h))[0] for h in range(manifest.head_ranks)]
+        shared = [
+            _shared_heads(shard, Axis(manifest.head_ranks, head_rank))[0] for head_rank in range(manifest.head_ranks)
+        ]
         needed = [to.start < to.stop for to in shared]
         if not bool(filled[needed].all()):
             given = f"{int(filled[needed].all(0).sum())} of this rank's {used} tokens in {path}"

@@ -72,7 +72,9 @@ class SavedGroup(NamedTuple):
         first = shards[layers[0]]
         saved_slots = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
         kv_tensors = {
-            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].kv_tensors, strict=False)
+            f"{kind} {layer}": x
+            for layer in layers
+            for kind, x in zip(("keys", "values"), shards[layer].kv_tensors, strict=False)
         }
         tensors = {name: x[:, :, saved_slots] for name, x in kv_tensors.items()}
         rewritten = first.config.mask is not None or manifest.length_of(layers[0]) != manifest.length

@@ -94,7 +94,7 @@ class MappedPiece(NamedTuple):
         """
         rows = [x[:, :, start:stop] for x in self.kv_tensors] if rows is None else rows
         digests = [digest_of_rows(x, start, PIECE_TOKENS) for x in (*rows, self.token_index[start:stop])]
-        return wrapped(sum((2 * n + 1) * digest for n, digest in enumerate(digests)))
+        return wrapped(sum((2 * index + 1) * digest for index, digest in enumerate(digests)))
 
 
 class PieceSums:

@@ -154,7 +154,7 @@ class _Moves:
         The slices are of the heads of the old and of the new shard.
         """
         count = self.new[layer].config.kv_heads
-        before = 1 + max(h for h, _ in self.sources)
+        before = 1 + max(head_rank for head_rank, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
             source, target = intersect(saved_heads, Axis(self.mesh.heads.size, head_rank).slice_of(count))
@@ -261,7 +261,12 @@ def _check_alike(
     one_model = "pass the caches of one model on every rank, one per layer"
     head_ranks, token_ranks = first["mesh"]
     held_shards = {tuple(shard) for description in descriptions for shard in description["shards"]}
-    lost = [(h, t) for h in range(head_ranks) for t in range(token_ranks) if (h, t) not in held_shards]
+    lost = [
+        (head_rank, token_rank)
+        for head_rank in range(head_ranks)
+        for token_rank in range(token_ranks)
+        if (head_rank, token_rank) not in held_shards
+    ]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
     counts = [description["changes"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}

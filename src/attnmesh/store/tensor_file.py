@@ -251,9 +251,9 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     entries = {}
     for name, fields in header.items():
         start, stop = (checked_size(x) for x in fields["data_offsets"])
-        shape = tuple(checked_size(n) for n in fields["shape"])
+        shape = tuple(checked_size(dim_size) for dim_size in fields["shape"])
         dtype = DTYPES[fields["dtype"]]
-        large = len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE
+        large = len(shape) > MAX_DIMS or math.prod(max(dim_size, 1) for dim_size in shape) > MAX_SIZE
         if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} has a byte range that does not match its shape or the file")
         entries[name] = Entry(dtype, shape, start, stop, int(str(checksums[name])))

@@ -482,10 +482,10 @@ def _gather_tokens(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:
     if tokens is not None and len(tokens) == kv_cache.config.batch:
         own_ids = tokens
     lengths = [numbers[0] for numbers in dist_all_gather_ints([own_ids.shape[1]], kv_cache.rank_mesh.axes)]
-    length = min((n for n in lengths if n), default=0)
+    length = min((size for size in lengths if size), default=0)
     if not length or length < kv_cache.length:
         return None
     own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv_cache.config.batch, length)
     ids_by_rank = dist_all_gather_ints(own_ids.flatten().tolist(), kv_cache.rank_mesh.axes)
-    ids = next(rank_ids for rank_ids, n in zip(ids_by_rank, lengths, strict=True) if n)
+    ids = next(rank_ids for rank_ids, size in zip(ids_by_rank, lengths, strict=True) if size)
     return torch.tensor(ids, device="cpu").view(kv_cache.config.batch, length).to(kv_cache.device)

@@ -144,7 +144,10 @@ class DraftGuesser(Guesser):
         self.rest = max(0, self.rest - 1)
         reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
         size = 0 if reading is None else self._chunk_tokens(times, len(rows))
-        more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
+        more = sum(
+            self._growth(row := self.rows[cache_id], row.length - row.read + count)
+            for cache_id, count in chosen.items()
+        )
         if reading is not None:
             more += self._growth(reading, size)
         if more > free():
@@ -197,7 +200,11 @@ class DraftGuesser(Guesser):
 
     def _drop_gone(self) -> None:
         """Keep the caches of the last `KEPT` rows that have ended, and drop those of earlier ones."""
-        gone = {n: row for n, row in self.rows.items() if row.request.cache_id != n or row.request.finish_reason}
+        gone = {
+            cache_id: row
+            for cache_id, row in self.rows.items()
+            if row.request.cache_id != cache_id or row.request.finish_reason
+        }
         for cache_id, row in gone.items():
             del self.rows[cache_id]
             if row.read and not row.is_reading:
@@ -298,7 +305,11 @@ class DraftGuesser(Guesser):
                 self.passes.add(len(tokens), perf_counter() - start - others)
                 for cache_id, token in drawn.items():
                     self.rows[cache_id].request.guesses.tokens.append(token)
-                going = [n for n in tokens if len(self.rows[n].request.guesses.tokens) < chosen[n]]
+                going = [
+                    cache_id
+                    for cache_id in tokens
+                    if len(self.rows[cache_id].request.guesses.tokens) < chosen[cache_id]
+                ]
                 tokens = {cache_id: [drawn[cache_id]] for cache_id in going}
                 for cache_id in going:
                     self.rows[cache_id].guessed.append(drawn[cache_id])

@@ -99,10 +99,10 @@ class KeptCaches:
     def _caches(self, request: EngineRequest, others: Iterable[EngineRequest]) -> list[int]:
         """Return the caches of a request's salt whose tokens were computed as those of a prompt are."""
         ended = self.snapshots if self.worker.recomputes_by_token else self.kept
-        salts = {n: salt for n, salt in self.kept.items() if n in ended} | {
+        salts = {cache_id: salt for cache_id, salt in self.kept.items() if cache_id in ended} | {
             other.cache_id: other.salt for other in others
         }
-        return [n for n, salt in salts.items() if salt == request.salt and n in self.worker.caches]
+        return [cache_id for cache_id, salt in salts.items() if salt == request.salt and cache_id in self.worker.caches]
 
     def _ids_of(self, cache_id: int) -> Tensor:
         """Return the tokens of a cache in CPU memory. Only new tokens are copied again: a copy waits for the GPU."""

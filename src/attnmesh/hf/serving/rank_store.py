@@ -135,7 +135,7 @@ class RankStore:
                 reading.filler.begin(block, rows_by_file)
                 names = [name for name in rows_by_file[0] if name.startswith(STATES)]
                 reading.cache.set_states(
-                    {n.removeprefix(STATES): rows_by_file[0][n].to(reading.device, copy=True) for n in names}
+                    {name.removeprefix(STATES): rows_by_file[0][name].to(reading.device, copy=True) for name in names}
                 )
             reading.filler.put(block, rows_by_file)
         except Exception:  # what a file of any contents may raise: its tokens are computed again

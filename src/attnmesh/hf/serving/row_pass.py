@@ -100,7 +100,7 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     lengths = [cache.get_seq_length() for cache in caches]
     rows = RowsCache(caches, counts) if len(caches) > 1 else None
     new_positions = [
-        range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)
+        range(cache.next_position, cache.next_position + count) for cache, count in zip(caches, counts, strict=True)
     ]
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
     ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, new_positions))

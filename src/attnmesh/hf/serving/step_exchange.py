@@ -123,7 +123,7 @@ def can_be_sent(value: Any) -> bool:
 def _encode(operations: Sequence[Operation]) -> list[int]:
     """Return operations as integers: the number of their bytes, then the bytes, 7 an integer."""
     text = json.dumps([operation.to_code() for operation in operations], separators=(",", ":")).encode()
-    return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
+    return [len(text), *(int.from_bytes(text[start : start + BYTES], "little") for start in range(0, len(text), BYTES))]
 
 
 def _decode(code: list[int]) -> list[Operation]:

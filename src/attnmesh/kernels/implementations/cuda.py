@@ -250,7 +250,10 @@ def _is_correct(
         else:
             expected = exact
             computed = operator.attend(q, k, v, rectangle, scaling)
-        errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(computed, expected, strict=True)]
+        errors = [
+            float((x.float() - truth).abs().amax() / truth.abs().amax())
+            for x, truth in zip(computed, expected, strict=True)
+        ]
         right = all(error < 4 * torch.finfo(dtype).eps for error in errors)  # a NaN is not
         reason = None if right else f"off by {errors}"
     except torch.OutOfMemoryError:

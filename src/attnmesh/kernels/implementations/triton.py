@@ -284,7 +284,7 @@ def _rectangle_arguments(
     """Return the arguments that all programs over a rectangle share."""
     keys = k.shape[2]
     if rectangle.band is None and not rectangle.causal:  # created on the device, without a copy from the CPU
-        low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
+        low, high = (torch.full((q.shape[2],), edge, dtype=torch.int32, device=q.device) for edge in (0, keys))
     else:
         bounds = rectangle.bounds()
         low, high = (_bounds_on_device(x, keys, q.device) for x in (bounds.low, bounds.high))
@@ -313,7 +313,9 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]:
     """Return the strides and shapes of q, k and v, and the constants of compilation."""
     dims = ("batch", "head", "row")
-    strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(dims)}
+    strides = {
+        f"{name}_{dim}": x.stride(place) for name, x in (("q", q), ("k", k), ("v", v)) for place, dim in enumerate(dims)
+    }
     group = q.shape[1] // k.shape[1]
     q_parts = powers_covering(q.shape[-1])
     v_parts = powers_covering(v.shape[-1])
