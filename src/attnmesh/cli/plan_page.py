@@ -61,12 +61,12 @@ def write_report(file: Path, workload: Workload, cluster: Cluster, status: Calla
 
 def page(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None] = lambda _: None) -> str:
     """Return the page as one self-contained HTML file."""
-    table = json.dumps(data(workload, cluster, grid, status), separators=(",", ":")).replace("<", "\\u003c")
+    table = json.dumps(page_data(workload, cluster, grid, status), separators=(",", ":")).replace("<", "\\u003c")
     template = files("attnmesh.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
     return template.replace('{"data": "goes here"}', table)
 
 
-def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None]) -> dict[str, Any]:
+def page_data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None]) -> dict[str, Any]:
     """Return the data of the page: per point, the schemes sorted by time and the explanation of the best plan."""
     names: dict[str, int] = {}
     all_points: list[Point] = list(product(*grid))

@@ -37,9 +37,9 @@ class IndexKeys(NamedTuple):
     dtype: torch.dtype | None = None
     """Dtype in which a score takes keys in 8 bits."""
 
-    def read(self, some: slice) -> Tensor:
+    def read(self, chosen: slice) -> Tensor:
         """Return some keys as numbers."""
-        keys = self.keys[:, some]
+        keys = self.keys[:, chosen]
         storage = storage_of(keys)
         return keys if storage is None else storage.dequantize(keys).to(self.dtype)
 

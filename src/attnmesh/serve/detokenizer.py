@@ -31,12 +31,12 @@ class Detokenizer:
 
     def add(self, id: int) -> str:
         """Return the text that one more token makes certain."""
-        data = self.spelling.bytes_of(id)
-        if self.spelling.drops(id) or not data:
+        token_bytes = self.spelling.bytes_of(id)
+        if self.spelling.drops(id) or not token_bytes:
             return ""
-        if not is_whole(data):
+        if not is_whole(token_bytes):
             self.window = [*self.spelling.between_words]
-            return self.characters.decode(data)
+            return self.characters.decode(token_bytes)
         broken = self.characters.decode(b"", final=True)
         self.window.append(id)
         known, text = self.spelling.decode(self.window[:-1]), self.spelling.decode(self.window)

@@ -43,14 +43,14 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     return _open_image(param, data, left)
 
 
-def _open_image(param: str, data: str, left: int) -> Any:
-    """Return the picture of `data`, base64 text. Raise if it has more than `left` pixels."""
+def _open_image(param: str, base64_text: str, left: int) -> Any:
+    """Return the picture in a base64 text. Raise if it has more than `left` pixels."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the pixels are counted here
-            image = Image.open(io.BytesIO(b64decode(data, validate=True)), formats=FORMATS)
+            image = Image.open(io.BytesIO(b64decode(base64_text, validate=True)), formats=FORMATS)
             picture = image.convert("RGB") if image.width * image.height <= left else None
     except (OSError, ValueError, SyntaxError, EOFError, binascii.Error, Image.DecompressionBombError) as error:
         name = type(error).__name__
@@ -78,7 +78,7 @@ def buffers_of(images: Mapping[str, Any]) -> list[memoryview]:
     return [x.contiguous().flatten().view(torch.uint8).numpy().data for x in tensors]
 
 
-def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
+def images_of(descriptions: list[list[Any]], buffer: bytes) -> dict[str, Any]:
     """Return the inputs that were described, with the bytes of all tensors.
 
     >>> images_of([["pixel_values", "uint8", [1, 2], 2], ["crops", None, [3], 0]], b"ab")
@@ -88,7 +88,7 @@ def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
     offset = 0
     for name, dtype, value, size in descriptions:
         part = (
-            torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
+            torch.frombuffer(bytearray(buffer[offset : offset + size]), dtype=torch.uint8)
             if size
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )

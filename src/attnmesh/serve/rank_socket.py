@@ -66,10 +66,10 @@ class RankSocket:
         return message
 
     def _read(self, size: int) -> bytes:
-        data = self.file.read(size)
-        if len(data) < size:
+        received = self.file.read(size)
+        if len(received) < size:
             raise EOFError
-        return data
+        return received
 
     def send(self, message: ToFront) -> None:
         """Send a message."""

@@ -62,31 +62,33 @@ class Spelling:
 
     def spell(self, id: int, escape: str = "") -> str:
         """Return a token as responses write it: its text, or its bytes where they are not whole characters."""
-        data = self.bytes_of(id)
-        return data.decode() if is_whole(data) else escape + "".join(f"\\x{byte:02x}" for byte in data)
+        token_bytes = self.bytes_of(id)
+        if is_whole(token_bytes):
+            return token_bytes.decode()
+        return escape + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def is_whole(data: bytes) -> bool:
+def is_whole(encoded: bytes) -> bool:
     r"""Return whether bytes are whole characters.
 
     >>> is_whole(b" a"), is_whole(b"\xf0\x9f")
     (True, False)
     """
     try:
-        data.decode()
+        encoded.decode()
     except UnicodeDecodeError:
         return False
     return True
 
 
-def goes_on(begun: bytes, data: bytes) -> bool:
+def goes_on(begun: bytes, encoded: bytes) -> bool:
     r"""Return whether bytes go on with the character that others have begun.
 
     >>> goes_on(b"\xf0\x9f", b"\x98"), goes_on(b"\xf0\x9f", b"a")
     (True, False)
     """
     try:
-        getincrementaldecoder("utf-8")().decode(begun + data[:1])
+        getincrementaldecoder("utf-8")().decode(begun + encoded[:1])
     except UnicodeDecodeError:
         return False
     return True

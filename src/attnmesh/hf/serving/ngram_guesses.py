@@ -15,18 +15,18 @@ class RowText:
     """The tokens of a row: the prompt, and the answer so far."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.data = bytearray()  # four bytes a token
+        self.token_bytes = bytearray()  # four bytes a token
         self.prompt = len(prompt)
         self.add(prompt)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take new tokens."""
-        self.data += array("i", tokens).tobytes()
+        self.token_bytes += array("i", tokens).tobytes()
 
     @property
     def answered(self) -> int:
         """Tokens of the answer."""
-        return len(self.data) // array("i").itemsize - self.prompt
+        return len(self.token_bytes) // array("i").itemsize - self.prompt
 
     def find_next(self, most: int) -> list[int]:
         """Return `most` tokens after the last earlier place of the last `NGRAM` tokens; none without such a place.
@@ -35,12 +35,12 @@ class RowText:
         """
         size = array("i").itemsize
         width = NGRAM * array("i").itemsize
-        last = self.data[-width:]
-        position = len(self.data) - width
-        while (position := self.data.rfind(last, 0, max(position + width - 1, 0))) % size:
+        last = self.token_bytes[-width:]
+        position = len(self.token_bytes) - width
+        while (position := self.token_bytes.rfind(last, 0, max(position + width - 1, 0))) % size:
             if position < 0:
                 return []
-        after = array("i", bytes(self.data[position + width : position + width + max(most, 0) * size]))
+        after = array("i", bytes(self.token_bytes[position + width : position + width + max(most, 0) * size]))
         return [after[number % len(after)] for number in range(most if after else 0)]
 
 

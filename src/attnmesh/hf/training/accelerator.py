@@ -262,15 +262,15 @@ class MeshAccelerator:
         return torch.cat(parts)
 
 
-def _apply(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+def _apply(function: Callable[[Tensor], Tensor], nested: Any) -> Any:
     """Return nested data with a function of each tensor. Raise TypeError if it holds other things."""
     recursively_apply = ACCELERATE.find("accelerate.utils.operations:recursively_apply")
-    return recursively_apply(function, data, error_on_other_type=True)
+    return recursively_apply(function, nested, error_on_other_type=True)
 
 
-def _holds_tensors_only(data: Any) -> bool:
+def _holds_tensors_only(nested: Any) -> bool:
     try:
-        _apply(lambda x: x, data)
+        _apply(lambda x: x, nested)
     except TypeError:
         return False
     return True
