@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import attnmesh as am
 from attnmesh.cli import plan_command
-from attnmesh.cli.plan_page import PagePoints, page_data, grid_of, page
+from attnmesh.cli.plan_page import PagePoints, grid_of, page, page_data
 from attnmesh.cli.scheme_curves import SCHEME_STYLES
 from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.units import bytes_text, seconds_text
