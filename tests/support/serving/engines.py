@@ -102,7 +102,7 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     random = Random(seed)
 
     def find_next(text: RowText, most: int) -> list[int]:
-        whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
+        whole = torch.frombuffer(text.token_bytes, dtype=torch.int32).tolist()
         known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
         return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
 

@@ -96,7 +96,7 @@ class FakeFootprint:
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
         return tokens - shared
 
-    def of_chunk(self, tokens: int) -> int:
+    def chunk_bytes(self, tokens: int) -> int:
         return 0
 
 

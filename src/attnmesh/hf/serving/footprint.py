@@ -50,7 +50,7 @@ class Footprint:
                 total -= shard_bytes(replace(config, capacity=shared // tokens_per_key), *place)
         return total
 
-    def of_chunk(self, tokens: int) -> int:
+    def chunk_bytes(self, tokens: int) -> int:
         """Return the bytes that a chunk of `tokens` tokens takes in layers with a window, beside the window."""
         windows = ((config, place) for config, place, _ in self.layers if config.mask is not None)
         return sum(shard_bytes(replace(config, capacity=tokens, mask=None), *place) for config, place in windows)

@@ -203,7 +203,7 @@ class PromptQueue:
 
         The prompt that begins in this step has been promised all its room.
         """
-        more = 0 if self.memory.footprint is None else self.memory.footprint.of_chunk(tokens)
+        more = 0 if self.memory.footprint is None else self.memory.footprint.chunk_bytes(tokens)
         more += 0 if request is step.starting else self.memory.growth(request, tokens)
         fits = self.memory.make_room(step, more)
         step.promised += more if fits else 0

@@ -262,12 +262,12 @@ class StoreScheduler:
 
     def _state_bytes(self, cache: ShardedCache, block: StoredBlock) -> int:
         """Return the bytes of a state on all ranks."""
-        rows = (block.stop - block.start) * self._token_bytes(cache)
+        key_bytes = (block.stop - block.start) * self._token_bytes(cache)
         forgetting = [kv_cache for kv_cache in cache.kv_caches if kv_cache.config.mask is not None]
         for kv_cache in forgetting:
-            rows += (kv_cache.length - kv_cache.local_shards.first_token()) * (_row_bytes(kv_cache.config) + 8)
-        states = sum(x.nbytes for x in cache.states.values())
-        return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
+            key_bytes += (kv_cache.length - kv_cache.local_shards.first_token()) * (_row_bytes(kv_cache.config) + 8)
+        state_bytes = sum(x.nbytes for x in cache.states.values())
+        return int(key_bytes + state_bytes) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Write the configurations of layers to the folder: a later server makes caches by them before any prompt."""
