@@ -116,7 +116,7 @@ PACKAGES = ("attnmesh", "attnmesh.hf", "attnmesh.diffusers", "attnmesh.engines")
 
 
 def public_names(package: str) -> list[str]:
-    """Names that a package exports: as `X as X`, and all that the file of masks does."""
+    """Names that a package exports: as `X as X`, and all that the files of masks and layouts do."""
     tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text())
     lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [name.name for line in lines for name in line.names if name.asname == name.name]
