@@ -80,7 +80,8 @@ class Checkpoint:
         self.every = int(check_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
         self.folder = check_folder("Checkpoint", folder)
         self.note = ""
-        self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
+        self.start_ids: Tensor | None = None
+        """The tokens to continue from, after `begin`."""
         self._saving: Saving | None = None
         self._is_first = self._has_warned = False
 

@@ -146,7 +146,8 @@ class ShardedCache(FolderLayers):
         in_windows = windows and folder is None
         self._use(replace(given, capacity=tokens, block=int(block or BLOCK), windows=in_windows, shares=rank_shares))
         self.history = CacheHistory()
-        self._length = 0  # of models without attention, which count no tokens
+        self._length = 0
+        """Tokens of a model without attention, whose layers count none."""
         super().__init__(layers=make_layers(self.config, self))
         if folder is not None:
             self.open_folder(folder)

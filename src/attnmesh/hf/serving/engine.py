@@ -152,7 +152,8 @@ class Engine:
         self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # exchanges with all ranks: a server that sees their number grow knows that ranks go on
+        self.exchanges = 0
+        """Exchanges with all ranks so far. A server that sees their number grow knows that ranks go on."""
         self.step_seconds = 0.0
         self.merge_seconds = 0.0
         self.pause_seconds = 0.0

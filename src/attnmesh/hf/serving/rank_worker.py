@@ -35,7 +35,8 @@ class RankWorker:
         self.mesh = RankMesh.of(device_mesh)
         self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, device_mesh, **options)  # raises here, not at the first request
-        self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
+        self.options = {**options, "shares": self.template.shares}
+        """Options of caches. Shares are measured once."""
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
         self.draft_worker: RankWorker | None = None
@@ -50,8 +51,10 @@ class RankWorker:
         """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are being computed, without tokens of answers after them, by cache."""
-        self.size = 0  # tokens of the chunk that is being computed
-        self.stop = 0  # token before which the chunk ends
+        self.size = 0
+        """Tokens of the chunk that is being computed."""
+        self.stop = 0
+        """Token before which the chunk ends."""
         self.nbytes = 0
         self.steps = 0
 

@@ -51,9 +51,11 @@ class Scheduler:
         self.memory = CacheMemory(worker, memory, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
-        self.rejected: dict[int, int] = {}  # tokens that the next step takes back from the end of each cache
+        self.rejected: dict[int, int] = {}
+        """Tokens that the next step takes back from the end of each cache."""
         self.step_times = StepTimes()
-        self.guess_seconds = 0.0  # seconds for which the guesses of this step were made
+        self.guess_seconds = 0.0
+        """Seconds for which the guesses of this step were made."""
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
