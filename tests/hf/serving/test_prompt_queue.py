@@ -10,7 +10,7 @@ from attnmesh.hf.serving.cache_memory import CacheMemory
 from attnmesh.hf.serving.chunk_pace import ChunkPace
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import NoStore
-from attnmesh.hf.serving.guesses import NoGuesses
+from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
@@ -26,7 +26,7 @@ class Queue:
     def __init__(self, *, limit: int = 10**6, max_rows: int = 8, crops_anywhere: bool = True) -> None:
         self.worker: Any = FakeWorker(crops_anywhere=crops_anywhere)
         self.requests = ServedRequests()
-        self.memory = CacheMemory(self.worker, limit, NoGuesses())
+        self.memory = CacheMemory(self.worker, limit, Guesser())
         footprint: Any = FakeFootprint()
         self.memory.footprint = footprint
         self.prompts = PromptQueue(self.worker, self.requests, self.memory, NoStore(), max_rows)
