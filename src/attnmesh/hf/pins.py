@@ -67,15 +67,12 @@ def _check_family(family: Family, module: str) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
 def check_pins(pins: Pins, kind: str) -> None:
     """Raise unless transformers has what `pins` name. Models of the type `kind` need it by their settings."""
-    if pins.name not in CHECKED:
-        _check_pins(pins, kind)
-        CHECKED.add(pins.name)
-
-
-def _check_pins(pins: Pins, kind: str) -> None:
+    if pins.name in CHECKED:
+        return
     for name in pins.names.split():
         TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
     _check_sources(kind, ModuleSource(pins.module), pins.sources.items())
+    CHECKED.add(pins.name)
 
 
 def _check_sources(kind: str, source: "ModuleSource", digests: Iterable[tuple[str, str]]) -> None:
