@@ -170,7 +170,7 @@ class Family:
 
     type: str
     fields: str = ""
-    """Fields of `pins.FIELDS` that the family's configuration has, separated by spaces."""
+    """Fields that are read with a default, and that the family's configuration has, separated by spaces."""
     stores: Mapping[str, str] = field(default_factory=dict)
     """Attributes that classes of the family's code set on their instances."""
     sources: Mapping[str, str] = field(default_factory=dict)
