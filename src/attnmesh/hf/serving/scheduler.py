@@ -13,7 +13,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import begin_store
 from attnmesh.hf.serving.footprint import never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
-from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
+from attnmesh.hf.serving.guesses import Guesser, StepTimes
 from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prompt_queue import PromptQueue
@@ -45,7 +45,7 @@ class Scheduler:
     ) -> None:
         self.worker = worker
         self.max_rows = int(max_rows)
-        self.guesser = guesser or NoGuesses()
+        self.guesser = guesser or Guesser()
         self.store = begin_store(store, worker)
         self.requests = ServedRequests()
         self.memory = CacheMemory(worker, memory, self.guesser)
