@@ -177,9 +177,12 @@ class CacheShard:
         """
         new_count = new[0].shape[2]
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if length_and_used is not None and plain and self.try_append_run(new, new_count, *length_and_used):
-            return
-        self._append_by_device(new, new_count, token_mask)
+        if length_and_used is None or not plain or not self.try_append_run(new, new_count, *length_and_used):
+            self._append_by_device(new, new_count, token_mask)
+        if self.config.mask is not None:
+            assert length_and_used is not None  # a cache that forgets is in no graph
+            length, count = length_and_used[0], self.turn.count
+            self.used_at_most += count(length + new_count) - count(length)
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
@@ -275,6 +278,7 @@ class CacheShard:
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
         self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
+        self.used_at_most += len(order)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
@@ -352,10 +356,6 @@ class CacheShard:
         self.has_spare = self.slots > usual and new_count > spare
         self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
         return True
-
-    def count_used(self, new_count: int) -> None:
-        """Count `new_count` more slots in use, of a cache that forgets."""
-        self.used_at_most += new_count
 
     def put_before(self, piece: FrozenPiece) -> None:
         """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""

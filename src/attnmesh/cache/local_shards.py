@@ -203,7 +203,6 @@ class LocalShards:
                 if shard.make_room(own_count, partial(self._first_needed, first_query)):
                     self.first_query = first_query  # not at the end alone: what comes next may find no memory
                 shard.append(new, token_mask, self.length_and_used(shard))
-                shard.count_used(own_count)
             self.first_query = first_query
         self._advance(new_count)
 
@@ -225,7 +224,6 @@ class LocalShards:
             if self.own.make_room(len(tokens), lambda: first, forget=skips):
                 self.first_query = first_query  # as in `append`
             self.own.append_at(new, tokens, new_count, token_mask)
-            self.own.count_used(len(tokens))
             self.first_query = first_query
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
@@ -270,8 +268,6 @@ class LocalShards:
             if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
-            if self.forget_mask is not None:
-                shard.count_used(len(token_index))
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""

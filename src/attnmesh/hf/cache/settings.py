@@ -36,9 +36,9 @@ ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Options of a `ShardedCache`: its arguments beside the model and the mesh. Those of a cache are those in use.
+    """Options of a `ShardedCache`: its arguments beside the model and the mesh, as given.
 
-    Each is an attribute of the cache too, by `settled_option`.
+    `ShardedCache.settings` are those in use. `settled_option` makes each an attribute of the cache.
     """
 
     capacity: int | None

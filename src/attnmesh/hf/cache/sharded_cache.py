@@ -182,7 +182,7 @@ class ShardedCache(StoredLayers):
     def attend(self, q: Tensor, kv: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
 
-        `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
+        `options` are the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
         return decode(q, kv, **self.decode_options(q), **options)
 
@@ -234,10 +234,16 @@ class ShardedCache(StoredLayers):
         if held.shortest < held.lowest or not held.shortest:
             self.reset()
             return
+        self._go_back(held.shortest, held.named)
+        self.history.lowest = held.lowest
+
+    def _go_back(self, length: int, named: int) -> None:
+        """Keep the first `length` tokens of all layers, and the first `named` ids, after an error."""
         for kv in self.kvs:
-            kv.truncate(held.shortest)
-        self.tokens = None if self.tokens is None else self.tokens[:, : held.named]
-        self.history.is_consistent, self.history.lowest = True, held.lowest
+            kv.truncate(length)
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :named]
+        self.history.is_consistent = True
 
     @property
     def length_before_step(self) -> int:
@@ -263,12 +269,9 @@ class ShardedCache(StoredLayers):
     def take_back_step(self) -> None:
         """Remove the tokens of an interrupted step of rows. Every rank calls it."""
         length = self.history.rollback_length
-        if length is None:
-            return
-        for kv in self.kvs:
-            kv.truncate(length)
-        self.tokens = None if self.tokens is None else self.tokens[:, :length]
-        self.history.is_consistent, self.history.rollback_length = True, None
+        if length is not None:
+            self._go_back(length, length)
+            self.history.rollback_length = None
 
     @property
     def crops_anywhere(self) -> bool:

@@ -31,7 +31,7 @@ STATES = "recurrent."
 
 
 class StoredLayers(Cache):  # type: ignore[misc]
-    """Layers of a `ShardedCache`, and how they go to a folder and back."""
+    """Layers of a `ShardedCache` with the ids of their tokens, and how both go to a folder and back."""
 
     config: PreTrainedConfig
     mesh: DeviceMesh | None
