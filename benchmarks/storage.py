@@ -142,7 +142,7 @@ def _ours(model: Any, storage: str | None, keys: Keys, ids: Tensor) -> Tensor:
         )
         kv.append(k, v)
         kvs.append(kv)
-    cache._set_kvs(kvs)
+    cache.set_kvs(kvs)
     logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits[0]
     return logits
 
