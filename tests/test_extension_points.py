@@ -1,13 +1,12 @@
-"""A new mask, layout, kernel or merge is one place: each is made here, of what there is, and nothing else knows it.
+"""A new mask, layout, kernel or merge is one value: each is made here, of what there is, and nothing else knows it.
 
-In the package a mask would be `MASK` in `core/mask.py`, a layout `LAYOUT` in `core/layout.py`, a kernel a file of
-`kernels/implementations`, and a merge a record of `comm/merges.py`. `test_a_family_is_one_file` of
-`hf/families/test_families.py` adds a family.
+In the package a mask would be a function of `core/mask.py`, a layout a class of `core/layout.py`, a kernel a file of
+`kernels/implementations`, and a merge a record of `comm/merges.py`. A test of `hf/families/test_families.py` adds a
+family, `test_a_family_is_one_file`.
 """
 
 from contextlib import ExitStack
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,13 +17,12 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.merges import MERGES, Form, Merge, MergeTransport, PartialWithChecksum
-from attnmesh.core import layout, mask
-from attnmesh.core.layout import Layout
+from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.cost.merge_cost import add_all_to_all
-from attnmesh.errors import LayoutError, MaskError
+from attnmesh.errors import LayoutError
 from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
@@ -34,62 +32,29 @@ from tests.support.truth.dense import dense
 from tests.support.truth.mesh_problems import named_mesh
 
 TOKENS, WIDTH, PREFIX = 40, 8, 7
-PROMPT = Mask(right=0, spans=(0, PREFIX))
-"""The made-up mask of `MASK`."""
 
 
-MASK = """
 def Prefix(tokens: int) -> Mask:
+    """Return a made-up mask: a prompt whose tokens see each other both ways, and causal tokens after it."""
     return Mask(right=0, spans=(0, tokens))
 
 
-_REACHES[Prefix] = lambda mask: f"Prefix({mask.spans[-1]})" if (mask.left, *mask.spans[:-1]) == (FAR, 0) else ""
-"""
-"""A made-up mask: a prompt whose tokens see each other both ways, and causal tokens after it."""
-LAYOUT = """
-@dataclass(frozen=True)
-class Ordered(Layout):
-    order: tuple[int, ...]
-    block: int = 1
+def new_layout(shards: int) -> Layout:
+    """Return a made-up layout: the shards of `Striped` in reverse."""
 
-    def positions(self, length: int, shards: int, index: int) -> Tensor:
-        return Striped(self.block).positions(length, shards, self.order[index])
-"""
-"""A made-up layout: the shards of `Striped` in another order."""
+    @dataclass(frozen=True)
+    class Ordered(Layout):
+        order: tuple[int, ...]
+        block: int = 1
 
+        def positions(self, length: int, shards: int, index: int) -> Tensor:
+            return am.Striped(self.block).positions(length, shards, self.order[index])
 
-def file_with(block: str, file: ModuleType) -> Any:
-    """Return a file of the package with a block that is added, and nothing else."""
-    source, added = Path(str(file.__file__)).read_text(), ModuleType(file.__name__)
-    before, exports, after = source.partition("\n\nif not TYPE_CHECKING:")
-    exec(compile(f"{before}\n{block}{exports}{after}", "added.py", "exec"), vars(added))
-    return added
-
-
-def test_a_mask_is_one_place() -> None:
-    file = file_with(MASK, mask)
-    assert [*file.__all__] == [*(names := vars(mask)["__all__"])[:5], "Prefix", *names[5:]]
-    added = file.Prefix(7) & file.Documents([9, 3])
-    assert repr(added) == "Prefix(7) & Documents([9, 3])"
-    assert eval(repr(added), vars(file)) == added
-    assert repr(file.Spans([(0, 7)], 2)) == "Spans([(0, 7)], 2)"
-    with pytest.raises(
-        MaskError, match=r"Prefix\(tokens\), or one of .*given Prefix itself.*call it: Prefix\(tokens\)"
-    ):
-        file.check_mask("attend mask", file.Prefix)
-    with pytest.raises(MaskError, match=r"make masks with .*, Prefix, "):
-        file.Mask(-1)
-
-
-def test_a_layout_is_one_place() -> None:
-    file = file_with(LAYOUT, layout)
-    assert file.__all__ == [*vars(layout)["__all__"], "Ordered"]
-    added = file.Ordered((1, 0), 2)
-    file.check_layout("shard layout", added)
-    code = torch.compile(lambda x: x + torch.tensor(added.to_code()), backend="eager", fullgraph=True)(torch.zeros(1))
-    assert file.Layout.from_code([*map(int, code), 7, 8]) == (added, [7, 8])
+    layout = Ordered(tuple(reversed(range(shards))), 3)
+    assert Layout.from_code([*layout.to_code(), 7, 8]) == (layout, [7, 8])
     with pytest.raises(LayoutError, match=r"Packed\(documents, shape\) or Ordered\(order\), given"):
-        file.check_layout("shard layout", file.Ordered)
+        check_layout("layout", "ordered")
+    return layout
 
 
 class Dense(Kernel):
@@ -148,57 +113,51 @@ class Run(NamedTuple):
     calls: int
 
 
-def ordered(shards: int) -> Layout:
-    """Return the made-up layout, with its shards in reverse."""
-    exec(LAYOUT, names := {**vars(layout)})
-    made: Layout = names["Ordered"](tuple(reversed(range(shards))), 3)
-    return made
-
-
 @on_each_rank
-def attend_and_decode(mask: Mask, layout: str, kernel: str, merge: str) -> Run:
+def attend_and_decode(mask: Mask, layout_name: str, kernel: str, merge: str) -> Run:
     made_up, stack = Dense(), ExitStack()
     stack.enter_context(patch.object(choice, "KERNELS", choice.in_order((*choice.KERNELS, made_up))))
     stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
     stack.enter_context(patch.object(Layout, "kinds", [*Layout.kinds]))
     with stack:
-        mesh = named_mesh(Shape(1, 1, size := dist.get_world_size()), AXES)
-        own = ordered(size) if layout == "added" else am.Contiguous()
+        ranks = dist.get_world_size()
+        mesh = named_mesh(Shape(1, 1, ranks), AXES)
+        layout = new_layout(ranks) if layout_name == "added" else am.Contiguous()
         cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=WIDTH, capacity=TOKENS, dtype=torch.float32, block=4)
         (q,), (k, v) = given(4), given(2)
         cache.append(k, v)
         step = am.decode(q[:, :, -15:], cache, mask=mask, kernel=kernel, merge=merge)
-        shards = [am.shard(x, mesh, layout=own).requires_grad_() for x in (q, k, v)]
-        out = am.attention(*shards, mesh=mesh, layout=own, mask=mask, kernel=kernel)
+        shards = [am.shard(x, mesh, layout=layout).requires_grad_() for x in (q, k, v)]
+        out = am.attention(*shards, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
         found = [out.detach(), *torch.autograd.grad(out.square().sum(), shards)]
-        return Run([am.unshard(x, mesh, layout=own, length=TOKENS) for x in found], step, made_up.calls)
+        return Run([am.unshard(x, mesh, layout=layout, length=TOKENS) for x in found], step, made_up.calls)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("made", "layout", "kernel", "merge"),
+    ("mask", "layout", "kernel", "merge"),
     [
-        (PROMPT, "contiguous", "auto", "auto"),
-        (PROMPT, "contiguous", "reference", "tree"),
+        (Prefix(PREFIX), "contiguous", "auto", "auto"),
+        (Prefix(PREFIX), "contiguous", "reference", "tree"),
         (am.Causal(), "added", "auto", "auto"),
         (am.Causal(), "contiguous", "added", "auto"),
         (am.Causal(), "contiguous", "auto", "ring"),
-        (PROMPT, "added", "added", "ring"),
+        (Prefix(PREFIX), "added", "added", "ring"),
     ],
 )
 def test_attention_and_decoding_are_exact_with_what_is_new(
-    ranks: int, made: Mask, layout: str, kernel: str, merge: str, pool: Pool
+    ranks: int, mask: Mask, layout: str, kernel: str, merge: str, pool: Pool
 ) -> None:
     at = torch.arange(TOKENS)
     visible = at <= at[:, None]
-    if made != am.Causal():
+    if mask != am.Causal():
         visible |= (at < PREFIX) & (at[:, None] < PREFIX)
-    assert torch.equal(made.visible(at, at), visible)
-    assert Mask.from_code(made.to_code()) == made
+    assert torch.equal(mask.visible(at, at), visible)
+    assert Mask.from_code(mask.to_code()) == mask
     exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
     out = dense(*exact, visible, WIDTH**-0.5)[0]
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
-    for found in pool.run(ranks, attend_and_decode, made, layout, kernel, merge):
+    for found in pool.run(ranks, attend_and_decode, mask, layout, kernel, merge):
         torch.testing.assert_close(found.attention, expected, check_dtype=False)
         torch.testing.assert_close(found.step, expected[0][:, :, -15:], check_dtype=False)
         assert (found.calls > 0) == (kernel == "added")

@@ -7,8 +7,7 @@ All of them can be pickled, so that one rank can send its error to the others.
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from inspect import signature
+from collections.abc import Collection, Sequence
 from numbers import Number
 from types import NoneType
 
@@ -150,12 +149,6 @@ def short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
-
-
-def example_call(function: Callable[..., object]) -> str:
-    """Return a call of a function as text for an error, with the arguments that it needs."""
-    arguments = signature(function).parameters.values()
-    return f"{function.__name__}({', '.join(one.name for one in arguments if one.default is one.empty)})"
 
 
 def type_and_shape(value: object) -> str:

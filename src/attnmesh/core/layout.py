@@ -19,16 +19,18 @@ import math
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.packing import pack_documents
 from attnmesh.core.turns import Turn, turns
-from attnmesh.errors import LayoutError, check_count, example_call
+from attnmesh.errors import LayoutError, check_count
+
+__all__ = ["Contiguous", "Zigzag", "Striped", "Split", "Packed"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Layout:
         arguments = (getattr(self, field.name) for field in fields(self))
         numbers = ([-1, one] if isinstance(one, int) else [len(one), *one] for one in arguments)
         return [self.kinds.index(type(self)), *chain(*numbers)]
+
+    @classmethod
+    def example(cls) -> str:
+        """Return a call with the arguments that it needs, for an error."""
+        return f"{cls.__name__}({', '.join(field.name for field in fields(cls) if field.default is MISSING)})"
 
     @staticmethod
     def from_code(code: Sequence[int]) -> tuple["Layout", Sequence[int]]:
@@ -220,15 +227,11 @@ class Packed(Layout):
         return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
 
-if not TYPE_CHECKING:  # type checkers read literal lists alone, and without one they take all names of this file
-    __all__ = [kind.__name__ for kind in Layout.kinds]
-
-
 def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> None:
     """Raise unless layout is a `Layout`, or "auto" where that is served."""
     if not isinstance(layout, Layout) and not (auto and isinstance(layout, str) and layout == "auto"):
         fix = "make one by calling it, as in Zigzag()"
-        *others, last = map(example_call, Layout.kinds)
+        *others, last = (kind.example() for kind in Layout.kinds)
         expected = f"{', '.join(others)} or {last}"
         expected = f'"auto", {expected}' if auto else expected
         raise LayoutError(subject, expected, repr(layout), fix)

@@ -23,14 +23,16 @@ from itertools import accumulate, chain, pairwise
 from math import lcm
 from operator import sub
 from types import FunctionType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask_drawing import drawn
-from attnmesh.errors import MaskError, check_count, example_call, warn_once
+from attnmesh.errors import MaskError, check_count, warn_once
+
+__all__ = ["Mask", "Full", "Causal", "Window", "Documents", "Chunks", "Spans"]
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
@@ -40,7 +42,7 @@ FAR = 1 << 60
 class Mask:
     """The keys that each query sees.
 
-    Make it with a function, as `Causal` or `Window`, and join with `&`.
+    Make it with a function of this file, as `Causal` or `Window`, and join with `&`.
 
     Args:
         left: How many positions before its own a query sees.
@@ -77,7 +79,8 @@ class Mask:
         if not self._is_valid():
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
-            fix = f"make masks with {', '.join(function.__name__ for function in (*_REACHES, *_PARTS))}"
+            *others, last = (function.__name__ for function in (*_REACHES, *_PARTS))
+            fix = f"make masks with {', '.join(others)} and {last}"
             expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
 
@@ -346,8 +349,15 @@ class Mask:
 
     def __repr__(self) -> str:
         """Return the calls that make the mask."""
-        reaches, parts = ([call(self) for call in functions.values()] for functions in (_REACHES, _PARTS))
-        return " & ".join(filter(None, (min(filter(None, reaches), key=len), *parts)))
+        window = f"Window({self.left})" if self.right == 0 else f"Window({self.left}, {self.right})"
+        if self.left >= FAR and not 0 < self.right < FAR:
+            window = "Causal()" if self.right == 0 else "Full()"
+        if self.spans:
+            pairs = [*self.span_pairs]
+            window = f"Spans({pairs})" if self.left >= FAR else f"Spans({pairs}, {self.left})"
+        documents = f"Documents({[*self.documents]})" if self.ends else ""
+        chunks = (f"Chunks({size})" for size in self.chunks)
+        return " & ".join(filter(None, (window, documents, *chunks)))
 
 
 class _UndirectedMask(Mask):
@@ -363,12 +373,6 @@ class _UndirectedMask(Mask):
 FULL, CAUSAL = Mask(), Mask(right=0)
 """Results of `Full()` and `Causal()`."""
 
-_Functions = dict[Callable[..., Mask], Callable[[Mask], str]]
-_REACHES: _Functions = {}
-"""Functions that say how far a query sees, each with its call that makes a mask, or "". The shortest is printed."""
-_PARTS: _Functions = {}
-"""Functions that say inside which part of the sequence a query sees, alike. All are printed."""
-
 
 def Full() -> Mask:
     """Return the mask under which every query sees every key.
@@ -380,9 +384,6 @@ def Full() -> Mask:
     return FULL
 
 
-_REACHES[Full] = lambda mask: "Full()" if mask.is_at_any_distance else ""
-
-
 def Causal() -> Mask:
     """Return the mask under which a query sees its own position and all before it.
 
@@ -391,9 +392,6 @@ def Causal() -> Mask:
     ['# .', '# #']
     """
     return CAUSAL
-
-
-_REACHES[Causal] = lambda mask: "Causal()" if mask.left >= FAR and mask.is_causal else ""
 
 
 def Window(left: int, right: int = 0) -> Mask:
@@ -413,9 +411,6 @@ def Window(left: int, right: int = 0) -> Mask:
     ['# . .', '# # .', '. # #']
     """
     return Mask(_count("Window left", left), _count("Window right", right))
-
-
-_REACHES[Window] = lambda mask: "" if mask.spans else f"Window({mask.left}{f', {mask.right}' if mask.right else ''})"
 
 
 def Documents(lengths: Iterable[int]) -> Mask:
@@ -444,9 +439,6 @@ def Documents(lengths: Iterable[int]) -> Mask:
     return _UndirectedMask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
 
 
-_PARTS[Documents] = lambda mask: f"Documents({[*mask.documents]})" if mask.ends else ""
-
-
 def Chunks(size: int) -> Mask:
     """Return the mask under which a query sees the keys of its own chunk. Chunks begin at multiples of `size`.
 
@@ -465,9 +457,6 @@ def Chunks(size: int) -> Mask:
     """
     size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
     return _UndirectedMask(chunks=(size,) if size < FAR else ())
-
-
-_PARTS[Chunks] = lambda mask: " & ".join(f"Chunks({size})" for size in mask.chunks)
 
 
 def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
@@ -492,29 +481,35 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
         raise MaskError("Spans", expected, repr(ranges), fix) from None
 
 
-_REACHES[Spans] = lambda mask: (
-    f"Spans({[*mask.span_pairs]}{f', {mask.left}' if mask.left < FAR else ''})" if mask.spans else ""
-)
+_REACHES: dict[Callable[..., Mask], str] = {
+    Full: "Full()",
+    Causal: "Causal()",
+    Window: "Window(left)",
+    Spans: "Spans(ranges)",
+}
+"""Functions that say how far a query sees, each with a call of it, for errors."""
 
-if not TYPE_CHECKING:  # type checkers read literal lists alone, and without one they take all names of this file
-    __all__ = ["Mask", *(function.__name__ for function in (*_REACHES, *_PARTS))]
+_PARTS: dict[Callable[..., Mask], str] = {
+    Documents: "Documents(lengths)",
+    Chunks: "Chunks(size)",
+}
+"""Functions that say within which part of the sequence a query sees, each with a call of it."""
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        reaches, parts = (map(example_call, functions) for functions in (_REACHES, _PARTS))
-        expected = f"{', '.join(reaches)}, or one of them & {' or '.join(parts)}"
-        if isinstance(mask, (FunctionType, type)) and mask in (Mask, *_REACHES, *_PARTS):
-            fix = f"call it: {'Causal() & ' if mask in _PARTS else ''}{example_call(mask)}"
-            raise MaskError(subject, expected, f"{mask.__name__} itself", fix)
+        expected = f"{', '.join(_REACHES.values())}, or one of them & {' or '.join(_PARTS.values())}"
+        calls = {Mask: "Mask()", **_REACHES, **{part: f"Causal() & {call}" for part, call in _PARTS.items()}}
+        if isinstance(mask, (FunctionType, type)) and mask in calls:
+            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {calls[mask]}")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
         fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor or a function"
         raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)
     if mask.is_undirected and not torch.compiler.is_compiling():
-        alone = next(example_call(function) for function, call in _PARTS.items() if call(mask))
+        alone = _PARTS[Documents if mask.ends else Chunks]
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 
