@@ -12,8 +12,6 @@ import attnmesh as am
 from attnmesh.cli import plan_command
 from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command import app, show_errors
-from attnmesh_command.messages import OptionError
-from attnmesh_command.option_texts import length_of
 from tests.support.process.command import run_plan
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
@@ -43,18 +41,6 @@ def test_the_table_fits_a_terminal_of_80() -> None:
     result = CliRunner().invoke(app, ["plan", *DECODE], env={"COLUMNS": "80"})
     assert "…" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-
-
-def test_each_length_of_whole_tokens_is_taken() -> None:
-    """As floats, 16.1 * 1000 and 1.001 * 1000000 are a little more than integers."""
-    for thousandths in range(1, 5000):
-        assert length_of(f"{thousandths / 1000:.3f}k") == thousandths
-        assert length_of(f"{thousandths / 1000:.3f}M") == 1000 * thousandths
-    assert length_of("16.1e3") == 16_100
-    assert length_of("0.5Ki") == 512
-    for refused in ("0.5", "16.1005k", "0.0k", "0.1Ki", "1.000000000000001"):
-        with pytest.raises(OptionError, match="--length: expected tokens"):
-            length_of(refused)
 
 
 def test_json_is_one_object_that_plans_again() -> None:

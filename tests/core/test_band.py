@@ -33,7 +33,10 @@ def test_parts_of_a_band_are_parts_of_the_mask(mask: Mask, queries: Tensor, keys
     band, dense = Band.of(mask, queries, keys), mask.visible(queries, keys)
     start = data.draw(st.integers(0, len(keys)))
     stop = data.draw(st.integers(start, len(keys)))
-    assert torch.equal(band.within(start, stop).visible(stop - start), dense[:, start:stop])
+    part = band.within(start, stop)
+    assert torch.equal(part.visible(stop - start), dense[:, start:stop])
+    assert int(min(part.low.min(), part.high.min())) >= 0
+    assert int(max(part.low.max(), part.high.max())) <= stop - start
     assert torch.equal(band.first(stop).visible(len(keys)), dense & (torch.arange(len(keys)) < stop))
     first = data.draw(st.integers(0, len(queries)))
     assert torch.equal(band.select_queries(first, len(queries), start).visible(stop - start), dense[first:, start:stop])
