@@ -80,6 +80,19 @@ def test_levels_are_counted_over_references() -> None:
         SchemaGraph("f", chain(whole, {"items": True})).check_levels()
 
 
+def test_levels_of_definitions_in_a_circle_count_together() -> None:
+    def deep(levels: int, last: Any) -> Any:
+        return {"items": deep(levels - 1, last)} if levels > 1 else last
+
+    def graph_of(levels: int) -> SchemaGraph:
+        definitions = {"a": deep(levels, {"$ref": "#/$defs/b"}), "b": deep(LEVELS // 2, {"$ref": "#/$defs/a"})}
+        return SchemaGraph("f", {"$ref": "#/$defs/a", "$defs": definitions})
+
+    graph_of(LEVELS // 2 - 1).check_levels()  # with one level of the root
+    with pytest.raises(Refused, match=f"at most {LEVELS} inside each other"):
+        graph_of(LEVELS // 2).check_levels()
+
+
 def test_patterns_add_up_where_they_hold_for_one_text() -> None:
     pattern = {"type": "string", "pattern": "a"}
     assert SchemaGraph("f", {"anyOf": [pattern] * 5}).work() == Work(1, 1)
