@@ -1,3 +1,5 @@
+"""Fields of requests: each field of OpenAI's is read, neutral or refused by its name."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
