@@ -77,8 +77,8 @@ class Grain(NamedTuple):
         scale = blocks.abs().amax((2, 4, 6), keepdim=True).clamp(min=1e-30) / number_format.largest
         numbers = blocks / scale
         rounded = (numbers.round() if storage == "int8" else numbers).to(number_format.dtype).to(x.dtype) * scale
-        stored: Tensor = rounded.reshape(padded.shape)[:, :, : x.shape[2]]
-        return stored
+        kv_tensors: Tensor = rounded.reshape(padded.shape)[:, :, : x.shape[2]]
+        return kv_tensors
 
     def bits(self, shape: Sequence[int]) -> float:
         """Return the bits of a number, with a scale of bfloat16 for each group."""
@@ -142,7 +142,7 @@ def _ours(model: Any, storage: str | None, keys: Keys, ids: Tensor) -> Tensor:
         )
         kv_cache.append(k, v)
         kv_caches.append(kv_cache)
-    cache._set_kv_caches(kv_caches)
+    cache.set_kv_caches(kv_caches)
     logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits[0]
     return logits
 

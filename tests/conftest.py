@@ -24,6 +24,7 @@ import tests.support.process.gc_settings
 from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.world import WORLD
+from tests.support.emulation.interpreted import interpreted  # noqa: F401 (a fixture)
 from tests.support.ranks.pool import PRELOADED, Pool
 from tests.support.serving.browser import browser  # noqa: F401 (a fixture)
 

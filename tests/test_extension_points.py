@@ -1,10 +1,12 @@
-"""A new mask, kernel or merge is one value: each is made here, of what there is, and nothing else knows it.
+"""A new mask, layout, kernel or merge is one value: each is made here, of what there is, and nothing else knows it.
 
-In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, and a merge a
-record of `comm/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
+In the package a mask would be a function of `core/mask.py`, a layout a class of `core/layout.py`, a kernel a file of
+`kernels/implementations`, and a merge a record of `comm/merges.py`. A test of `hf/families/test_families.py` adds a
+family, `test_a_family_is_one_file`.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,10 +17,12 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.merges import MERGES, Form, Merge, MergeTransport, PartialWithChecksum
+from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.cost.merge_cost import add_all_to_all
+from attnmesh.errors import LayoutError
 from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
@@ -33,6 +37,24 @@ TOKENS, WIDTH, PREFIX = 40, 8, 7
 def Prefix(tokens: int) -> Mask:
     """Return a made-up mask: a prompt whose tokens see each other both ways, and causal tokens after it."""
     return Mask(right=0, spans=(0, tokens))
+
+
+def new_layout(shards: int) -> Layout:
+    """Return a made-up layout: the shards of `Striped` in reverse."""
+
+    @dataclass(frozen=True)
+    class Ordered(Layout):
+        order: tuple[int, ...]
+        block: int = 1
+
+        def positions(self, length: int, shards: int, index: int) -> Tensor:
+            return am.Striped(self.block).positions(length, shards, self.order[index])
+
+    layout = Ordered(tuple(reversed(range(shards))), 3)
+    assert Layout.from_code([*layout.to_code(), 7, 8]) == (layout, [7, 8])
+    with pytest.raises(LayoutError, match=r"Packed\(documents, shape\) or Ordered\(order\), given"):
+        check_layout("layout", "ordered")
+    return layout
 
 
 class Dense(Kernel):
@@ -92,12 +114,15 @@ class Run(NamedTuple):
 
 
 @on_each_rank
-def attend_and_decode(mask: Mask, kernel: str, merge: str) -> Run:
+def attend_and_decode(mask: Mask, layout_name: str, kernel: str, merge: str) -> Run:
     made_up, stack = Dense(), ExitStack()
     stack.enter_context(patch.object(choice, "KERNELS", choice.in_order((*choice.KERNELS, made_up))))
     stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
+    stack.enter_context(patch.object(Layout, "kinds", [*Layout.kinds]))
     with stack:
-        mesh, layout = named_mesh(Shape(1, 1, dist.get_world_size()), AXES), am.Contiguous()
+        ranks = dist.get_world_size()
+        mesh = named_mesh(Shape(1, 1, ranks), AXES)
+        layout = new_layout(ranks) if layout_name == "added" else am.Contiguous()
         cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=WIDTH, capacity=TOKENS, dtype=torch.float32, block=4)
         (q,), (k, v) = given(4), given(2)
         cache.append(k, v)
@@ -110,17 +135,18 @@ def attend_and_decode(mask: Mask, kernel: str, merge: str) -> Run:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("mask", "kernel", "merge"),
+    ("mask", "layout", "kernel", "merge"),
     [
-        (Prefix(PREFIX), "auto", "auto"),
-        (Prefix(PREFIX), "reference", "tree"),
-        (am.Causal(), "added", "auto"),
-        (am.Causal(), "auto", "ring"),
-        (Prefix(PREFIX), "added", "ring"),
+        (Prefix(PREFIX), "contiguous", "auto", "auto"),
+        (Prefix(PREFIX), "contiguous", "reference", "tree"),
+        (am.Causal(), "added", "auto", "auto"),
+        (am.Causal(), "contiguous", "added", "auto"),
+        (am.Causal(), "contiguous", "auto", "ring"),
+        (Prefix(PREFIX), "added", "added", "ring"),
     ],
 )
-def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
-    ranks: int, mask: Mask, kernel: str, merge: str, pool: Pool
+def test_attention_and_decoding_are_exact_with_what_is_new(
+    ranks: int, mask: Mask, layout: str, kernel: str, merge: str, pool: Pool
 ) -> None:
     at = torch.arange(TOKENS)
     visible = at <= at[:, None]
@@ -131,7 +157,7 @@ def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
     exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
     out = dense(*exact, visible, WIDTH**-0.5)[0]
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
-    for found in pool.run(ranks, attend_and_decode, mask, kernel, merge):
+    for found in pool.run(ranks, attend_and_decode, mask, layout, kernel, merge):
         torch.testing.assert_close(found.attention, expected, check_dtype=False)
         torch.testing.assert_close(found.step, expected[0][:, :, -15:], check_dtype=False)
         assert (found.calls > 0) == (kernel == "added")

@@ -24,12 +24,22 @@ from transformers.models.auto.modeling_auto import (
 
 from attnmesh.hf import family
 from attnmesh.hf.family import CONFIGURATION, MODELING, Family, Pins, families
-from attnmesh.hf.pins import FIELDS, ModuleSource
+from attnmesh.hf.pins import ModuleSource
 
 FILE = Path(family.__file__).parent / "families" / "plain.json"
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
+
+FIELDS = (
+    *("attention_chunk_size", "attn_temperature_tuning", "cross_attention_layers", "head_dim", "indexer_types"),
+    *("intermediate_size", "kv_lora_rank", "kv_sharing_modes", "layer_types", "max_position_embeddings"),
+    *("moe_intermediate_size", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
+    *("num_hidden_layers", "num_key_value_heads", "num_kv_shared_layers", "num_local_experts"),
+    *("number_of_conv_states", "output_router_logits", "ple_layer_ids", "qk_rope_head_dim", "rope_parameters"),
+    *("sliding_window", "swa_head_dim", "time_step_limit"),
+)
+"""Fields of configurations that are read with a default, since some model types lack them."""
 
 SHARED = [one for one in vars(family).values() if isinstance(one, Pins)]
 """What several families need."""

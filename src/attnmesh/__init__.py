@@ -4,11 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnmesh.cache.cache import KVCache as KVCache
 from attnmesh.comm.failures import set_deadline as set_deadline
-from attnmesh.core.layout import Contiguous as Contiguous
-from attnmesh.core.layout import Packed as Packed
-from attnmesh.core.layout import Split as Split
-from attnmesh.core.layout import Striped as Striped
-from attnmesh.core.layout import Zigzag as Zigzag
+from attnmesh.core.layout import *
 from attnmesh.core.mask import *
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection

@@ -1,10 +1,9 @@
-"""The command `attnmesh`: its options and help before PyTorch is imported, and `attnmesh check`."""
+"""The command `attnmesh`: its options and help before PyTorch is imported."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,68 +11,8 @@ import pytest
 
 import attnmesh_command
 from attnmesh import __version__
-from attnmesh.cli import output, proofs
-from attnmesh.comm import failures, merges
-from attnmesh.core import partial
-from attnmesh.core.storage import STORAGES
-from attnmesh.cost.cluster import PRESETS
-from attnmesh.hf import load
-from attnmesh.hf.serving import engine_request, speculation
-from attnmesh.kernels.native.build import library
-from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.recurrent import TRANSITIONS
-from attnmesh.planner.training import LOSSES
-from attnmesh.planner.workload import PHASES
-from attnmesh.planner.workload_presets import WORKLOADS
-from attnmesh_command import choices
 from tests.support.process.command import run
 from tests.support.process.scripts import run_script
-
-
-def test_check_proves_every_kernel_here() -> None:
-    code, text = run("check", "--json")
-    report = json.loads(text)
-    assert code == 0
-    assert report["sound"] is True
-    assert report["energy_law_error"] < 1e-13  # float64, over many keys
-    here = {(p["kernel"], p["dtype"]) for p in report["proofs"] if p["device"] == "cpu" and p["absent"] is None}
-    narrow = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3")
-    found = {(kernel, dtype) for kernel in ("cpu", "reference") for dtype in ("float64", *narrow)}
-    assert here == found | {("native", dtype) for dtype in narrow if library().attend is not None}
-
-
-@pytest.mark.long
-def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
-    code, text = run("check", "-v")
-    assert code == 0
-    assert "reference" in text
-    assert "it runs on CUDA, the tensors are on cpu" in text
-    assert "All kernels here are exact, to the rounding of their dtype." in text
-
-
-def test_check_names_kernels_of_other_devices_when_it_explains(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = [
-        proofs.Proof("cuda", "cpu", "float32", "it runs on CUDA, the tensors are on cpu", is_elsewhere=True),
-        proofs.Proof("native", "cpu", "float32", "a compiler is missing"),
-    ]
-    monkeypatch.setattr(proofs, "proofs", lambda: iter(absent))
-    text, explained = run("check")[1], run("check", "-v")[1]
-    assert "Kernel native does not serve cpu tensors in float32: a compiler is missing." in text
-    assert "CUDA" not in text
-    assert "Kernel cuda does not serve cpu tensors in float32: it runs on CUDA" in explained
-    assert text.index('what kernel="auto" takes') < text.index("each kernel beside attention in float64")
-
-
-def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = proofs.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
-    monkeypatch.setattr(proofs, "proofs", lambda: iter([wrong]))
-    code, text = run("check")
-    assert code == 1
-    assert "WRONG" in text
-    code, text = run("check", "--json")
-    assert code == 1
-    assert json.loads(text)["sound"] is False
-
 
 FRONT = """
 import json, os, sys
@@ -164,19 +103,6 @@ def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> N
         assert WRONG[given] in error
 
 
-def test_the_names_of_options_are_those_of_the_library() -> None:
-    assert choices.DTYPES == partial.DTYPE_NAMES
-    assert (*STORAGES,) == choices.STORAGES
-    assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
-    found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
-    assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
-    assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
-    assert (*WORKLOADS,) == choices.WORKLOADS
-    assert (choices.COLDEST, choices.HOTTEST) == (engine_request.COLDEST, engine_request.HOTTEST)
-    assert choices.MAX_GUESSES == speculation.MAX_GUESSES
-    assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)
-
-
 SWALLOWED = """
 import os, signal, sys, time
 import attnmesh_command
@@ -198,21 +124,6 @@ def test_an_interrupt_during_imports_ends_the_command() -> None:
     """Even where an imported package catches `KeyboardInterrupt`."""
     done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-def test_a_status_without_a_terminal_prints_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(output, "INTERVAL", 0.05)
-    with output.Status("one [/] step") as status:
-        time.sleep(0.3)
-        status.update("two")
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    time.sleep(0.2)
-    assert capsys.readouterr().err == ""
-    assert lines[0].startswith("one [/] step (")
-    assert lines[-1].startswith("two (")
 
 
 def test_who_types_a_bench_is_told_where_it_is(

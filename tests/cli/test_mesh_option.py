@@ -9,7 +9,6 @@ from attnmesh.errors import ModelError
 from attnmesh.planner.serving import ModelSizes, serving_plans
 from attnmesh.planner.units import seconds_text
 from attnmesh_command.messages import OptionError
-from attnmesh_command.option_texts import axes_of
 from tests.support.planning.planned import cpus, model_of_cpus
 
 
@@ -26,12 +25,6 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert chosen("auto", 2).reason == "a prompt sends least so; with keys=2 it sends 3.0 times as much"
     with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
         chosen("queries=2,keys=3", 4)
-
-
-@pytest.mark.parametrize("text", ["tp=keys=4,keys=tp=8", "keys=tp=4,tp=keys=8", "keys=tp=4,keys=tp=4"])
-def test_an_axis_is_named_once_however_it_is_spelled(text: str) -> None:
-    with pytest.raises(OptionError, match=r"--mesh: expected axes by name.*Fix: name tp=keys once"):
-        axes_of(text)
 
 
 @pytest.mark.parametrize(("ranks", "short", "shared"), [(2, 1e-4, True), (2, 1e-3, False), (4, 1e-4, True)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core.layout import Layout, layout_from_code, layout_to_code
+from attnmesh.core.layout import Layout
 
 pytestmark = pytest.mark.quick
 
@@ -73,7 +73,7 @@ def test_split_is_torch_split(sizes: list[int]) -> None:
     layout = am.Split(sizes)
     parts = [layout.positions(sum(sizes), len(sizes), index) for index in range(len(sizes))]
     assert [part.tolist() for part in parts] == [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
-    assert layout_from_code([*layout_to_code(layout), 7, 8]) == (layout, [7, 8])
+    assert Layout.from_code([*layout.to_code(), 7, 8]) == (layout, [7, 8])
 
 
 @pytest.mark.parametrize("sizes", [(), (3, -1), (2.0, 1), (True, 2), 5, None])

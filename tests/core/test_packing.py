@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.band import Band
-from attnmesh.core.layout import layout_from_code, layout_to_code
+from attnmesh.core.layout import Layout
 from attnmesh.mesh.schedule import Problem, schedule
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def test_packed_shards_are_a_permutation_of_equal_parts(documents: list[int], sh
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(length))
     assert all((part.diff() > 0).all() for part in parts)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert layout_from_code([*layout_to_code(layout), 7, 8]) == (layout, [7, 8])
+    assert Layout.from_code([*layout.to_code(), 7, 8]) == (layout, [7, 8])
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8), (1, 3, 3), (2, 2, 4), (1, 4, 4), (1, 8, 8)])

@@ -1,45 +1,26 @@
 """The executor: exact for each exchange, on tensors that it may write to, with the next exchange under way."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.p2p import Channel
-from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, merge_partials
-from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.rectangles import BackwardInputs
-from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.schedule import EXCHANGE_MODES, HeadSlices, Problem, groups_of_heads
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.schedule import EXCHANGE_MODES
+from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention import executor
-from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.executor import PendingReturns, backward, forward
-from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
-from attnmesh.mesh_attention.task import task_of
+from attnmesh.mesh_attention.head_swap import HeadTensors
 from attnmesh.runtime.tensors import Tensors
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.dense import Truth, truth
-from tests.support.truth.mesh_problems import named_mesh
-
-HEADS, KV_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 8, 6, 23
-MASK = am.Window(9)
-SCALING = Scaling(DIM**-0.5)
-ALONE = Shape(1, 1, 1)
-
-
-def whole_tensors() -> tuple[list[Tensor], Tensor]:
-    """Return q, k, v and sinks of the whole sequence, and the gradient of out."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (HEADS, LENGTH, DIM), (KV_HEADS, LENGTH, DIM), (KV_HEADS, LENGTH, VALUE_DIM), (HEADS, LENGTH, VALUE_DIM)
-    q, k, v, dout = (torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [q, k, v, torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)], dout
+from tests.support.truth.tasks import ALONE, LENGTH, MASK, SCALING, Rank, whole_tensors
 
 
 def truth_of(mask: am.Mask = MASK) -> Truth:
@@ -47,32 +28,6 @@ def truth_of(mask: am.Mask = MASK) -> Truth:
     first, last = mask.bounds(torch.arange(LENGTH))
     keys = torch.arange(LENGTH)
     return truth(tensors, (first[:, None] <= keys) & (keys <= last[:, None]), SCALING.scale, dout)
-
-
-class Rank:
-    """A task of this rank, and where its tokens and heads are."""
-
-    def __init__(self, shape: Shape, exchange: str, mask: am.Mask = MASK) -> None:
-        self.axes = RankMesh.of(None if shape == ALONE else named_mesh(shape, AXES))
-        problem = Problem(mask, shape, am.Zigzag(), am.Zigzag(), LENGTH, LENGTH)
-        self.positions = am.Zigzag().positions(LENGTH, shape.ranks, self.axes.shard_index)
-        tensors, dout = whole_tensors()
-        self.q, self.k, self.v = (x[:, :, self.positions] for x in tensors[:3])
-        self.sinks, self.dout = tensors[3], dout[:, :, self.positions]
-        call = AttentionSpec(self.axes, problem, exchange, "reference", SCALING)
-        self.task = task_of(call, HEADS, (self.q, self.k, self.v))
-
-    def own(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens."""
-        return x[:, :, self.positions]
-
-    def memory(self) -> HeadTensors:
-        """Return memory for this rank's heads of q, k and v, of all tokens of its chunk."""
-        size, tensors = self.task.schedule.chunk, (self.q, self.k, self.v)
-        heads = [len(range(x.shape[1])[self.axes.heads.slice_of(x.shape[1])]) for x in tensors]
-        tokens = size.queries, size.keys, size.keys
-        q, *kv = map(empty_tokens, tensors, heads, tokens)
-        return HeadTensors((q,), tuple(kv))
 
 
 def check(truth: Truth, rank: Rank, **given: Tensor) -> None:
@@ -212,84 +167,3 @@ def test_an_equivalent_out_has_the_same_product_with_its_gradient() -> None:
     found = executor._equivalent_out(dout, delta)
     torch.testing.assert_close((found * dout).sum(-1), delta, rtol=1e-13, atol=0.0)  # some roundings of 1e-16
     assert bool((found.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-13)).all())
-
-
-# --- heads ---
-
-
-def test_some_heads_are_views_and_all_heads_the_tensors_themselves() -> None:
-    q, k = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
-    tensors = HeadTensors((q,), (k,))
-    (some_q,), (some_k,) = tensors.some_heads(HeadSlices(slice(2, 4), slice(1, 2)))
-    assert torch.equal(some_q, q[:, 2:4])
-    assert torch.equal(some_k, k[:, 1:2])
-    assert some_q.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-    (all_q,), (all_k,) = tensors.some_heads(HeadSlices(slice(0, 4), slice(0, 2)))
-    assert all_q is q
-    assert all_k is k
-
-
-def test_new_memory_has_the_tokens_of_all_heads_together() -> None:
-    x = empty_tokens(torch.zeros(2, 4, 3, 5, dtype=torch.bfloat16), heads=2, tokens=7)
-    assert (x.shape, x.dtype) == ((2, 2, 7, 5), torch.bfloat16)
-    assert x.transpose(1, 2).is_contiguous()
-    assert empty_tokens(torch.zeros(2, 4, 3), heads=2, tokens=7).transpose(1, 2).is_contiguous()
-
-
-class Swapped(NamedTuple):
-    """Whether what was swapped in is heads, in the memory for it, and what was swapped out is the tokens again."""
-
-    are_heads: bool
-    are_back: bool
-    in_memory: bool
-
-
-@on_each_rank
-def swap_heads() -> Swapped:
-    """Swap tokens for heads, and heads for tokens again."""
-    rank = Rank(Shape(2, 1, 1), "bulk")
-    (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
-    swaps, memory, tokens = rank.task.along_heads, rank.memory(), HeadTensors((rank.q,), (rank.k, rank.v))
-    swapped = swaps.swap_in(tokens, group, memory)()
-    (q,), (k, v) = swapped
-    heads = group[dist.get_rank()]
-    tensors, _ = whole_tensors()
-    whole = [x[:, part] for x, part in zip(tensors, (heads.q_heads, heads.kv_heads, heads.kv_heads), strict=False)]
-    are_heads = all(torch.equal(x, y) for x, y in zip((q, k, v), whole, strict=True))
-    results = HeadTensors(*(tuple(map(torch.zeros_like, some)) for some in tokens))
-    for _ in swaps.swap_out(swapped, results, group):
-        assert not bool(results.query_tensors[0].any()), "they are still on their way"
-    are_back = all(torch.equal(x, y) for x, y in zip(sum(results, ()), sum(tokens, ()), strict=True))
-    return Swapped(are_heads, are_back, q is memory.query_tensors[0])
-
-
-def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
-    for swapped in pool.run(2, swap_heads):
-        assert swapped.are_heads
-        assert swapped.are_back
-        assert swapped.in_memory
-
-
-def test_a_rank_alone_swaps_nothing() -> None:
-    rank = Rank(ALONE, "bulk")
-    (group,) = groups_of_heads(HEADS, KV_HEADS, 1, 1)
-    (q,) = rank.task.along_heads.swap_in(HeadTensors((rank.q,)), group)().query_tensors
-    assert q is rank.q
-
-
-# --- tasks ---
-
-
-def test_heads_in_one_group_leave_no_two_exchanges_under_way() -> None:
-    for exchange, one_at_a_time in (("bulk", True), ("pipelined", False)):
-        task = Rank(ALONE, exchange).task
-        channels = task.along_heads.channel, task.kv_channel, task.query_channel
-        assert [channel.one_at_a_time for channel in channels] == [one_at_a_time] * 3
-
-
-def test_a_task_has_the_band_of_each_step() -> None:
-    task = Rank(ALONE, "bulk").task
-    (step,) = task.steps_of(task.groups[0])
-    expected = Band.of(MASK, torch.arange(LENGTH), LENGTH)
-    assert isinstance(step.band, Band)
-    assert torch.equal(step.band.visible(LENGTH), expected.visible(LENGTH))

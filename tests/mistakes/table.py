@@ -1,6 +1,6 @@
 """One case for each mistake: what a user does, and the error that all ranks raise.
 
-Cases stand in files by what is called, whose names end in `_cases`. `docs/mistakes.md` shows them. To write it anew:
+Cases stand in files of `cases`, by what is called. `docs/mistakes.md` shows them. To write it anew:
 
     python -m tests.mistakes.table
 """
@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh import errors
 
-FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent.parent / "docs" / "mistakes.md"
+FOLDER = Path(__file__).parent / "cases"
+PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 HEADS = {
-    "batch_cases": "Batches: `hf.shard_batch`",
-    "call_cases": "Calls of a model with a shard",
-    "loss_cases": "Losses of your own",
-    "trainer_cases": "Trainers: `hf.on_mesh`, `hf.prepare`",
-    "generate_cases": "Generation: `hf.generate`",
-    "attention_cases": "Attention and decoding: `am.attention`, `am.shard`, `am.decode`",
+    "batch": "Batches: `hf.shard_batch`",
+    "call": "Calls of a model with a shard",
+    "loss": "Losses of your own",
+    "trainer": "Trainers: `hf.on_mesh`, `hf.prepare`",
+    "generate": "Generation: `hf.generate`",
+    "attention": "Attention and decoding: `am.attention`, `am.shard`, `am.decode`",
 }
 """Heading of each file of cases on the page, in order."""
 
@@ -49,13 +49,8 @@ class Mistake(NamedTuple):
 
 def cases_of(file: str) -> list[Mistake]:
     """Return the cases of a file."""
-    cases: list[Mistake] = import_module(f"tests.mistakes.{file}").CASES
+    cases: list[Mistake] = import_module(f"tests.mistakes.cases.{file}").CASES
     return cases
-
-
-def files() -> list[str]:
-    """Return the files of cases that there are, in order of the page."""
-    return [file for file in HEADS if (FOLDER / f"{file}.py").exists()]
 
 
 def raised(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
@@ -74,7 +69,7 @@ def raised(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
 def table() -> str:
     """Return the tables of the page."""
     parts = []
-    for file in files():
+    for file in HEADS:
         lines = [f"## {HEADS[file]}", "", "| you | attnmesh says | fix |", "|---|---|---|"]
         cells = ([row.what, f"`{row.error.__name__}`: {row.says}", row.fix] for row in cases_of(file))
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]

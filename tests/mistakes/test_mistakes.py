@@ -3,8 +3,8 @@
 import pytest
 
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.mistakes.mended import MENDED
-from tests.mistakes.table import PAGE, cases_of, files, raised, with_table
+from tests.mistakes.cases.mended import MENDED
+from tests.mistakes.table import FOLDER, HEADS, PAGE, cases_of, raised, with_table
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32_MODEL, worst
@@ -17,7 +17,7 @@ def make_mistakes(file: str, ranks: int) -> list[tuple[str, str]]:
     return [raised(row, mesh) for row in cases_of(file) if row.ranks == ranks]
 
 
-@pytest.mark.parametrize("file", files())
+@pytest.mark.parametrize("file", HEADS)
 def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
     for ranks in sorted({row.ranks for row in cases_of(file)}):
         rows = [row for row in cases_of(file) if row.ranks == ranks]
@@ -39,14 +39,18 @@ def follow_fixes() -> dict[str, float]:
 
 
 def test_what_follows_a_fix_is_exact(pool: Pool) -> None:
-    assert MENDED.keys() <= {row.what for file in files() for row in cases_of(file)}
+    assert MENDED.keys() <= {row.what for file in HEADS for row in cases_of(file)}
     for by_mistake in pool.run(2, follow_fixes):
         assert worst(by_mistake.values()) <= FLOAT32_MODEL, by_mistake
 
 
 def test_there_are_many_rows_and_each_is_another_mistake() -> None:
-    rows = [row for file in files() for row in cases_of(file)]
+    rows = [row for file in HEADS for row in cases_of(file)]
     assert len({row.what for row in rows}) == len(rows) >= 40
+
+
+def test_each_file_of_cases_has_a_heading() -> None:
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*HEADS, "mended", "__init__"}
 
 
 def test_the_page_shows_the_rows() -> None:

@@ -8,8 +8,8 @@ import torch
 
 import attnmesh as am
 from attnmesh import errors, hf
-from tests.refusals import fixed, fixed_models, in_one_process
-from tests.refusals.in_one_process import LEARNED, append, attend, attention, decode, heads
+from tests.refusals.cases import fixed, fixed_models, in_one_process
+from tests.refusals.cases.in_one_process import LEARNED, append, attend, attention, decode, heads
 from tests.refusals.refusal import Refusal, T
 from tests.support.models import families
 

@@ -19,7 +19,7 @@ from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.refusals import across, attention, caches, decoding, models, setup, trainers, windows
+from tests.refusals.cases import across, attention, caches, decoding, models, setup, trainers, windows
 from tests.refusals.refusal import HEADS, Q_HEADS, SIZES, WIDTH, Place, Refusal, new_cache, refusals
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh

@@ -1,3 +1,5 @@
+"""Objects of answers: a whole one is that of its stream, and each token has its text, bytes and place."""
+
 import asyncio
 import json
 from typing import Any

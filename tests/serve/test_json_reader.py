@@ -1,3 +1,5 @@
+"""JSON of bodies: read as Python's reader reads it, or refused, in time that grows with the text alone."""
+
 import json
 import sys
 from contextlib import suppress

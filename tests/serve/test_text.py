@@ -1,3 +1,5 @@
+"""The text of an answer: that of all its tokens up to the first stop string, each token with its place."""
+
 from typing import Any
 
 import pytest

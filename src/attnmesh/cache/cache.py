@@ -230,7 +230,7 @@ class KVCache(CacheProperties):
         with self.guard.agreement("append", new.fields):
             new.check(self.config, self.device)
             self.local_shards.check_unpadded("append", token_mask)
-            self.local_shards.check_fits("append", k.shape[2], self.local_shards.rank_counts)
+            self.local_shards.check_fits("append", k.shape[2])
         with torch.no_grad():
             self.local_shards.append(tensors_to_append(k, v), token_mask)
         if token_mask is not None and not torch.compiler.is_compiling():

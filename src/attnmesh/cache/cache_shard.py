@@ -55,21 +55,20 @@ def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.
 NEWEST_TOKENS = 16
 """Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
 
-NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
-"""Value of `_viewed` before a view is made."""
-
 
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
     `kv_tensors` are the keys, and the values if they are separate. In a forked cache, in files and in two tiers,
-    `earlier_pieces` have the first tokens and `kv_tensors` those after them.
+    `earlier_pieces` have the first tokens and `kv_tensors` those after them. `TieredShard` has its tokens in two
+    memories, and `store.folder_shard.FolderShard` in files.
     """
 
     kv_tensors: list[Tensor]
     earlier_pieces: tuple[FrozenPiece, ...] = ()
     is_in_files = False
-    _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
+    _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView] | None = None
+    """The last view, and `kv_tensors` and `earlier_pieces` of which it was made; None where these may have changed."""
 
     def __init__(
         self, config: CacheConfig, heads_axis: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
@@ -90,11 +89,14 @@ class CacheShard:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         config = self.config
-        slot_count = self._allocated_slots(self.slots)
+        slot_count = allocated_slots(self.slots, config.block)
         shape = config.batch, config.kv_heads // self.heads_axis.size, slot_count
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
         kv_tensors = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
         return kv_tensors, torch.zeros(slot_count, dtype=torch.int64, device=self.device)
+
+    def _usual_slots(self, config: CacheConfig) -> int:
+        return usual_slots(config, self.turn)
 
     @property
     def length(self) -> int:
@@ -118,9 +120,23 @@ class CacheShard:
         return own_bytes + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
+    def token_mask(self) -> Tensor | None:
+        """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
+        return None if self.padding is None else self.padding.token_mask[:, : self.length]
+
+    def count_before(self, length: int) -> int:
+        """Return how many of the first `length` tokens this rank holds."""
+        used = self.used_slots
+        earlier = sum(int(torch.searchsorted(piece.token_index[:-1], length)) for piece in self.earlier_pieces)
+        newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
+        if newest and newest[0] < length:  # as where few are taken back
+            return earlier + used - len(newest) + bisect_left(newest, length)
+        return earlier + int(torch.searchsorted(self.token_index[:used], length))
+
+    @property
     def view(self) -> CacheView:
         """View of this shard for kernels. It is made anew once the shard has other memory."""
-        kv_tensors, earlier_pieces, view = self._viewed
+        kv_tensors, earlier_pieces, view = self._viewed or (None, None, None)
         fits = kv_tensors is self.kv_tensors and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
             view = self.new_view()
@@ -129,20 +145,16 @@ class CacheShard:
             view = view._replace(device_counts=self.device_counts)
             self._viewed = self.kv_tensors, self.earlier_pieces, view
         for piece in view.earlier_pieces:
-            self._set_length(piece)
+            self._copy_length_to(piece)
         return view
-
-    def _set_length(self, piece: CacheView) -> None:
-        """Write the number of tokens on all ranks into the view of an earlier piece."""
-        piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
 
     def new_view(self) -> CacheView:
         """Return a view that the shard does not keep: a graph needs one of its own."""
         rows = self.config.keys_and_values(self.kv_tensors)
-        pieces = tuple(map(self._view, self.earlier_pieces))
+        pieces = tuple(map(self._view_of, self.earlier_pieces))
         return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.config.value_dim, pieces)
 
-    def _view(self, piece: FrozenPiece) -> CacheView:
+    def _view_of(self, piece: FrozenPiece) -> CacheView:
         """Return the view of an earlier piece. Its queries are the last ones of this cache."""
         rows = self.config.keys_and_values(piece.kv_tensors)
         padding = None
@@ -153,6 +165,232 @@ class CacheShard:
             length = self.device_counts[LENGTH]
             device_counts = torch.stack((length, torch.full_like(length, piece.token_count)))
         return CacheView(*rows, piece.token_index, device_counts, padding, self.config.value_dim, file=piece.file)
+
+    def _copy_length_to(self, piece: CacheView) -> None:
+        """Let the view of an earlier piece have the number of tokens on all ranks."""
+        piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
+
+    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads.
+
+        `length_and_used` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
+        """
+        new_count = new[0].shape[2]
+        plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
+        if length_and_used is None or not plain or not self.try_append_run(new, new_count, *length_and_used):
+            self._append_by_device(new, new_count, token_mask)
+        if self.config.mask is not None:
+            assert length_and_used is not None  # a cache that forgets is in no graph
+            length, count = length_and_used[0], self.turn.count
+            self.used_at_most += count(length + new_count) - count(length)
+
+    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+        """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
+
+        `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
+        this rank. New tokens lie in one of four ways, counted from its first one:
+
+            |<- width ->|                      | next round
+            |<------------ period ------------>|
+               new                               written
+                             new                 skipped: other ranks hold them
+                      new                        in parts: some are written, and some skipped
+                                              new  in parts, too
+        """
+        start, width, period = self.turn
+        offset = (length - start) % period
+        stop = offset + new_count
+        if length + new_count > self.config.capacity:
+            return False
+        if offset >= width and stop <= period:
+            self._skip_run(new_count, length, used)
+            return True
+        if stop > width and width < period:
+            return self._try_append_parts(new, new_count, length, used)
+        if used + new_count > self.slots:
+            return False
+        rows = new if self.heads_axis.size == 1 else self.own_heads(new)
+        if self.config.storage is not None:
+            rows = [*map(self.config.rows_of, rows)]
+        self._write_run(rows, new_count, length, used)
+        return True
+
+    def _try_append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+        """Add new tokens that several ranks own: first those up to the end of a run, then those after it.
+
+        Call with tokens that fit the capacity and lie in parts, as `try_append_run` draws them. Return False in files,
+        and for more tokens than a run has, or than this rank has slots for.
+        """
+        start, width, period = self.turn
+        count = self.turn.count
+        offset = (length - start) % period
+        first = (width if offset < width else period) - offset
+        own_count = count(length + new_count) - count(length)
+        if new_count > width or self.is_in_files or used + own_count > self.slots:  # a file takes all at once, or none
+            return False
+        after = used + first if offset < width else used
+        head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
+        # Room for both was checked above, so neither can return False after the other has written.
+        return self.try_append_run(head, first, length, used) and self.try_append_run(
+            tail, new_count - first, length + first, after
+        )
+
+    def _skip_run(self, new_count: int, length: int, used: int) -> None:
+        """Count new tokens that other ranks hold."""
+        self.device_counts[LENGTH].add_(new_count)
+
+    def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
+        """Write new tokens after those in the shard. They have this rank's heads."""
+        if self.device.type == "cuda" or not native_append(self.kv_tensors, new, self.token_index, self.device_counts):
+            for x, tensor in zip(self.kv_tensors, new, strict=True):
+                x[:, :, used : used + new_count] = tensor
+            torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
+
+    def _append_by_device(self, new: Tensors, new_count: int, token_mask: Tensor | None) -> None:
+        """Add this rank's share of the new tokens, padded or not, wherever they lie. The CPU reads no count."""
+        length, used = self.device_counts[LENGTH_AND_USED].unbind()
+        offsets = torch.arange(new_count, device=self.device)
+        tokens = length + offsets
+        alone = self.turn.width == self.turn.period
+        if alone:  # saves a few small kernels in a step of a graph
+            slots = (used + offsets).clamp(max=self.slots)
+        else:
+            is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
+            slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
+        rows = [*map(self.config.rows_of, self.own_heads(new))]
+        self._write(rows, tokens, slots)
+        self._pad(tokens, slots, new_count, token_mask)
+        if alone:
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
+            self.device_counts[USED].clamp_(max=self.slots)
+        else:
+            self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
+
+    def own_heads(self, new: Tensors) -> list[Tensor]:
+        """Return this rank's heads of tensors with all heads."""
+        return [x.chunk(self.heads_axis.size, 1)[self.heads_axis.index] for x in new]
+
+    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
+        order = tokens.argsort()
+        slots = self.used_slots + torch.arange(len(order), device=self.device)
+        self._write([x.index_select(2, order) for x in new], tokens[order], slots)
+        self._pad(tokens[order], slots, new_count, token_mask)
+        self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
+        self.used_at_most += len(order)
+
+    def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
+        """Write rows of tokens with this rank's heads into slots."""
+        for x, tensor in zip(self.kv_tensors, new, strict=True):
+            x.index_copy_(2, slots, tensor)
+        self.token_index.index_copy_(0, slots, tokens)
+
+    def _pad(self, tokens: Tensor, slots: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+        """Record which of `new_count` new tokens are padding, before the length includes them."""
+        if token_mask is None and self.padding is None:
+            return
+        length = self.device_counts[LENGTH]
+        config = self.config
+        self.padding = self.padding or Padding.none(config.batch, config.capacity, self.token_index, length)
+        all_real = torch.ones(config.batch, new_count, dtype=torch.bool, device=self.device)
+        self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
+        """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
+        gone = self.turn.count(first)
+        used = self.used_at_most = self.turn.count(length) - gone
+        counts = [length, used, gone // self.config.block][: len(self.device_counts)]
+        self.device_counts.copy_(torch.tensor(counts, device="cpu"))
+        if token_mask is not None:
+            zero = torch.zeros_like(self.device_counts[LENGTH])
+            slots = torch.arange(used, device=self.device)
+            self.padding = Padding.none(self.config.batch, self.config.capacity, self.token_index, zero)
+            self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
+        return used
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        count = self.count_before(length)
+        if count < self.earlier_tokens:
+            self._unshare(count)
+        if self.padding is not None:  # after `_unshare`, which may find no memory for the cut block
+            self.padding.cut(length, self.length)
+        self.used_at_most = count - self.earlier_tokens
+        self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
+        if not length:
+            self.device_counts[FORGOTTEN_BLOCKS:].zero_()
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace sequence b by sequence `index[b]`; the batch may change."""
+        used, self._viewed = self.used_slots, None
+        padding = self.padding and self.padding.reordered(index)
+        earlier_pieces = tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
+        if len(index) != self.config.batch:
+            with torch.inference_mode(False):
+                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors)
+                self.kv_tensors = [
+                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.kv_tensors, blank, strict=True)
+                ]
+            self.config = replace(self.config, batch=len(index))
+        else:
+            for head in range(self.kv_tensors[0].shape[1]):  # the temporary copy is one head
+                for x in self.kv_tensors:
+                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
+        self.padding, self.earlier_pieces = padding, earlier_pieces
+
+    def grow(self, config: CacheConfig) -> None:
+        """Reserve memory for a larger capacity, copying one tensor at a time."""
+        self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
+
+    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
+        """Make room for `new_count` tokens. Where needed, forget those before token `first()`, and return True."""
+        if not (forget or self.has_spare or self.used_at_most + new_count > self.slots):
+            return False
+        start = first()
+        gone = self.count_before(start)
+        needed = self.used_slots - gone + new_count
+        usual = self._usual_slots(self.config)
+        spare = spare_slots(self.config, self.turn)
+        self.resize(self.config, usual if needed <= usual else needed + spare, gone)
+        self.has_spare = self.slots > usual and new_count > spare
+        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
+        return True
+
+    def put_before(self, piece: FrozenPiece) -> None:
+        """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""
+        self.resize(self.config, self.slots - piece.token_count)
+        self.earlier_pieces = (piece,)
+
+    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+        """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
+
+        A save may read the old memory.
+        """
+        used = self.used_slots
+        slot_count = allocated_slots(slots, config.block)
+        self._viewed = None  # the view would keep the old memory
+        with torch.inference_mode(False):
+            indices = [piece.token_index[:-1] for piece in before]
+            token_index = join_slots([*indices, self.token_index[forgotten:used]], 0, slot_count)
+            padding = self.padding
+            device_counts = self.device_counts.clone()
+            if padding is not None:
+                positions = [self._view_of(piece).positions()[:, :-1] for piece in before]
+                padding = padding.resized(
+                    config.capacity, join_slots([*positions, padding.positions[:, forgotten:used]], 1, slot_count)
+                )
+            # Where no token moves to another slot, tensors are replaced one by one: that takes less memory.
+            in_place = slot_count >= len(self.token_index) and not (forgotten or before)
+            kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
+            for index, old in enumerate(self.kv_tensors):
+                parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
+                kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
+        # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
+        self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
+        self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
+        self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
+        self.device_counts[USED] = self.used_at_most
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -225,239 +463,3 @@ class CacheShard:
         """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
         self._unshare()
         return self
-
-    @property
-    def token_mask(self) -> Tensor | None:
-        """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
-        return None if self.padding is None else self.padding.token_mask[:, : self.length]
-
-    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
-        """Add this rank's share of the new tokens; `new` has all tokens and heads.
-
-        `length_and_used` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
-        """
-        new_count = new[0].shape[2]
-        plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if length_and_used is not None and plain and self.try_append_run(new, new_count, *length_and_used):
-            return
-        length, used = self.device_counts[LENGTH_AND_USED].unbind()
-        offsets = torch.arange(new_count, device=self.device)
-        tokens = length + offsets
-        alone = self.turn.width == self.turn.period
-        if alone:  # saves a few small kernels in a step of a graph
-            slots = (used + offsets).clamp(max=self.slots)
-        else:
-            is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
-            slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        rows = [self.config.rows_of(x.chunk(self.heads_axis.size, 1)[self.heads_axis.index]) for x in new]
-        self._write(rows, tokens, slots)
-        self._pad(tokens, slots, new_count, token_mask)
-        if alone:
-            self.device_counts[LENGTH_AND_USED].add_(new_count)
-            self.device_counts[USED].clamp_(max=self.slots)
-        else:
-            self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
-
-    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
-        """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
-        order = tokens.argsort()
-        slots = self.used_slots + torch.arange(len(order), device=self.device)
-        self._write([x.index_select(2, order) for x in new], tokens[order], slots)
-        self._pad(tokens[order], slots, new_count, token_mask)
-        self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
-
-    def count_before(self, length: int) -> int:
-        """Return how many of the first `length` tokens this rank holds."""
-        used = self.used_slots
-        earlier = sum(int(torch.searchsorted(piece.token_index[:-1], length)) for piece in self.earlier_pieces)
-        newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
-        if newest and newest[0] < length:  # as where few are taken back
-            return earlier + used - len(newest) + bisect_left(newest, length)
-        return earlier + int(torch.searchsorted(self.token_index[:used], length))
-
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on."""
-        count = self.count_before(length)
-        if count < self.earlier_tokens:
-            self._unshare(count)
-        if self.padding is not None:  # after `_unshare`, which may find no memory for the cut block
-            self.padding.cut(length, self.length)
-        self.used_at_most = count - self.earlier_tokens
-        self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
-        if not length:
-            self.device_counts[FORGOTTEN_BLOCKS:].zero_()
-
-    def grow(self, config: CacheConfig) -> None:
-        """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
-
-    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Make room for `new_count` tokens. Where needed, forget those before token `first()`, and return True."""
-        if not (forget or self.has_spare or self.used_at_most + new_count > self.slots):
-            return False
-        start = first()
-        gone = self.count_before(start)
-        needed = self.used_slots - gone + new_count
-        usual = self._usual_slots(self.config)
-        spare = spare_slots(self.config, self.turn)
-        self.resize(self.config, usual if needed <= usual else needed + spare, gone)
-        self.has_spare = self.slots > usual and new_count > spare
-        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
-        return True
-
-    def count_used(self, new_count: int) -> None:
-        """Count `new_count` more slots in use, of a cache that forgets."""
-        self.used_at_most += new_count
-
-    def put_before(self, piece: FrozenPiece) -> None:
-        """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""
-        self.resize(self.config, self.slots - piece.token_count)
-        self.earlier_pieces = (piece,)
-
-    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
-        """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
-
-        A save may read the old memory.
-        """
-        used = self.used_slots
-        slot_count = self._allocated_slots(slots)
-        self._viewed = NOT_VIEWED  # the view would keep the old memory
-        with torch.inference_mode(False):
-            indices = [piece.token_index[:-1] for piece in before]
-            token_index = join_slots([*indices, self.token_index[forgotten:used]], 0, slot_count)
-            padding = self.padding
-            device_counts = self.device_counts.clone()
-            if padding is not None:
-                positions = [self._view(piece).positions()[:, :-1] for piece in before]
-                padding = padding.resized(
-                    config.capacity, join_slots([*positions, padding.positions[:, forgotten:used]], 1, slot_count)
-                )
-            # Old slots stay valid in place.
-            in_place = slot_count >= len(self.token_index) and not (forgotten or before)
-            kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
-            for index, old in enumerate(self.kv_tensors):
-                parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
-                kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
-        # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
-        self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
-        self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
-        self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
-        self.device_counts[USED] = self.used_at_most
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace sequence b by sequence `index[b]`; the batch may change."""
-        used, self._viewed = self.used_slots, NOT_VIEWED
-        padding = self.padding and self.padding.reordered(index)
-        earlier_pieces = tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
-        if len(index) != self.config.batch:
-            with torch.inference_mode(False):
-                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors)
-                self.kv_tensors = [
-                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.kv_tensors, blank, strict=True)
-                ]
-            self.config = replace(self.config, batch=len(index))
-        else:
-            for head in range(self.kv_tensors[0].shape[1]):  # the temporary copy is one head
-                for x in self.kv_tensors:
-                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
-        self.padding, self.earlier_pieces = padding, earlier_pieces
-
-    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
-        """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
-        gone = self.turn.count(first)
-        used = self.used_at_most = self.turn.count(length) - gone
-        counts = [length, used, gone // self.config.block][: len(self.device_counts)]
-        self.device_counts.copy_(torch.tensor(counts, device="cpu"))
-        if token_mask is not None:
-            zero = torch.zeros_like(self.device_counts[LENGTH])
-            slots = torch.arange(used, device=self.device)
-            self.padding = Padding.none(self.config.batch, self.config.capacity, self.token_index, zero)
-            self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
-        return used
-
-    def _usual_slots(self, config: CacheConfig) -> int:
-        return usual_slots(config, self.turn)
-
-    def _allocated_slots(self, slots: int) -> int:
-        return allocated_slots(slots, self.config.block)
-
-    def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
-
-        `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
-        this rank. New tokens lie in one of four ways, counted from its first one:
-
-            |<- width ->|                      | next round
-            |<------------ period ------------>|
-               new                               written
-                             new                 skipped: other ranks hold them
-                      new                        in parts: some are written, and some skipped
-                                              new  in parts, too
-        """
-        start, width, period = self.turn
-        stop = used + new_count
-        end = (length - start) % period + new_count
-        if length + new_count > self.config.capacity:
-            return False
-        if end - new_count >= width and end <= period:
-            self._skip_run(new_count, length, used)
-            return True
-        if end > width and width < period:
-            return self._try_append_parts(new, new_count, length, used)
-        if stop > self.slots:
-            return False
-        rows = (
-            new if self.heads_axis.size == 1 else [x.chunk(self.heads_axis.size, 1)[self.heads_axis.index] for x in new]
-        )
-        if self.config.storage is not None:
-            rows = [*map(self.config.rows_of, rows)]
-        self._write_run(rows, new_count, length, used)
-        return True
-
-    def _try_append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens that several ranks own: first those up to the end of a run, then those after it.
-
-        Call with tokens that fit the capacity and lie in parts, as `try_append_run` draws them. Return False in files,
-        and for more tokens than a run has, or than this rank has slots for.
-        """
-        start, width, period = self.turn
-        count = self.turn.count
-        offset = (length - start) % period
-        first = (width if offset < width else period) - offset
-        own_count = count(length + new_count) - count(length)
-        if new_count > width or self.is_in_files or used + own_count > self.slots:  # a file takes all at once, or none
-            return False
-        after = used + first if offset < width else used
-        head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
-        # Room for both was checked above, so neither can return False after the other has written.
-        return self.try_append_run(head, first, length, used) and self.try_append_run(
-            tail, new_count - first, length + first, after
-        )
-
-    def _skip_run(self, new_count: int, length: int, used: int) -> None:
-        """Count new tokens that other ranks hold."""
-        self.device_counts[LENGTH].add_(new_count)
-
-    def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
-        """Write new tokens after those in the shard. They have this rank's heads."""
-        if self.device.type == "cuda" or not native_append(self.kv_tensors, new, self.token_index, self.device_counts):
-            for x, tensor in zip(self.kv_tensors, new, strict=True):
-                x[:, :, used : used + new_count] = tensor
-            torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
-            self.device_counts[LENGTH_AND_USED].add_(new_count)
-
-    def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
-        """Write rows of tokens with this rank's heads into slots."""
-        for x, tensor in zip(self.kv_tensors, new, strict=True):
-            x.index_copy_(2, slots, tensor)
-        self.token_index.index_copy_(0, slots, tokens)
-
-    def _pad(self, tokens: Tensor, slots: Tensor, new_count: int, token_mask: Tensor | None) -> None:
-        """Record which of `new_count` new tokens are padding, before the length includes them."""
-        if token_mask is None and self.padding is None:
-            return
-        length = self.device_counts[LENGTH]
-        config = self.config
-        self.padding = self.padding or Padding.none(config.batch, config.capacity, self.token_index, length)
-        all_real = torch.ones(config.batch, new_count, dtype=torch.bool, device=self.device)
-        self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)

@@ -1,14 +1,18 @@
-"""Checks of what calls on a cache are given, against its configuration."""
+"""Checks of what calls on a cache are given, against its configuration and its tokens."""
 
 from collections.abc import Mapping
+from enum import Enum
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.local_shards import LocalShards, check_even_shares
 from attnmesh.checks.argument_checks import check_same_kind, transpose_hint_first
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
+from attnmesh.kernels.cache_view import LENGTH
 
 
 def check_new(subject: str, config: CacheConfig, k: Tensor, v: Tensor | None, device: torch.device) -> None:
@@ -76,3 +80,77 @@ def check_no_gradients(subject: str, tensors: Mapping[str, Tensor | None]) -> No
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
             raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)
+
+
+class StepFault(Enum):
+    """Why the shards of a cache cannot serve a step of decoding as they are."""
+
+    LENGTH = "there are fewer tokens than queries, or more than the capacity"
+    FORGOTTEN = "the queries see tokens that the cache has forgotten"
+    # Of a reproducible step, which merges the blocks of one tensor along one tree:
+    LAYOUT = "its tokens are no blocks in turn"
+    SHARES = "the blocks of a rank are no subtree of the tree"
+    TIERS = "two kernels read its tokens"
+    SHARED = "other caches share some of its blocks, which can be copied"
+
+
+def step_fault(shards: LocalShards, queries: int | None, *, reproducible: bool) -> StepFault | None:
+    """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
+
+    New steps and known steps both call this function, so all reasons of the shards belong here.
+    """
+    shard = shards.own
+    config = shard.config
+    if reproducible:
+        if shard.padding is not None or shards.rank_counts.start:
+            return StepFault.LAYOUT
+        if not shard.block_cyclic.is_even:
+            return StepFault.SHARES
+        if config.hot is not None and shard.device.type != "cpu":
+            return StepFault.TIERS
+    if queries is not None:
+        length = shards.cpu_length
+        if shard.device.type != "cuda" or (shards.in_graphs and not is_capturing(shard.device)):
+            length = shard.device_counts.tolist()[LENGTH]
+        if not queries <= length <= config.capacity:
+            return StepFault.LENGTH
+        if config.mask is not None and not shards.serves(length - queries):
+            return StepFault.FORGOTTEN
+    return StepFault.SHARED if reproducible and shards.forked else None
+
+
+def check_step(
+    shards: LocalShards, subject: str, of_row: str, q: Tensor, *, in_graph: bool, reproducible: bool
+) -> None:
+    """Raise unless a step of the queries `q` can be served, at once or after shared blocks are copied."""
+    queries = q.shape[2]
+    fault = step_fault(shards, None if in_graph else queries, reproducible=reproducible)
+    if fault is None or fault is StepFault.SHARED:
+        return
+    own, config = shards.own, shards.own.config
+    match fault:
+        case StepFault.LENGTH:
+            length = shards.length  # in a capture of a graph no other fault may read it
+            given = f"{queries} queries and {length} of {config.capacity} tokens in the cache"
+            fits = queries % config.kv_heads == 0 and q.shape[1] <= length <= config.capacity
+            fix = transpose_hint_first(f"append before {subject}", fits)
+            raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
+        case StepFault.FORGOTTEN:
+            length = shards.length
+            seen = f"queries of token {shards.first_query} and later ones"
+            expected = f"{seen}: the cache has forgotten what earlier tokens see"
+            given = f"queries of the tokens from {length - queries} to {length - 1}"
+            fix = "decode after each append, or pass queries= to append_shard"
+            fix = fix if length > shards.first_query else "append the next token first"
+            raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
+        case StepFault.LAYOUT:
+            given = "a padded batch" if own.padding is not None else "tokens in the layout of a sharded prefill"
+            fix = "fill it with append, or prefill in cache.layout"
+            raise LayoutError(f"{subject} reproducible{of_row}", "a cache with block-cyclic tokens", given, fix)
+        case StepFault.SHARES:
+            check_even_shares(f"{subject} reproducible", own.block_cyclic.shares, even=False)
+        case StepFault.TIERS:
+            given, fix = f"hot={config.hot} on {own.device.type}", 'leave one of them out, or pass device="cpu"'
+            raise KernelError(f"{subject} reproducible", "keys that one kernel reads", given, fix)
+        case _:
+            assert_never(fault)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from enum import Enum
-from typing import assert_never
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,28 +12,14 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.window import WindowStart, first_needed
-from attnmesh.checks.argument_checks import transpose_hint_first
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import checked_shares
 from attnmesh.runtime.tensors import Tensors
-
-
-class StepFault(Enum):
-    """Why the shards of a cache cannot serve a step of decoding as they are."""
-
-    LENGTH = "there are fewer tokens than queries, or more than the capacity"
-    FORGOTTEN = "the queries see tokens that the cache has forgotten"
-    # Of a reproducible step, which merges the blocks of one tensor along one tree:
-    LAYOUT = "its tokens are no blocks in turn"
-    SHARES = "the blocks of a rank are no subtree of the tree"
-    TIERS = "two kernels read its tokens"
-    SHARED = "other caches share some of its blocks, which can be copied"
 
 
 class LocalShards:
@@ -128,73 +113,29 @@ class LocalShards:
             return self.cpu_length, shard.used_at_most
         return self.cpu_length, self.rank_counts.by_rank(self.cpu_length)[shard.index] - shard.earlier_tokens
 
-    def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
-        """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
+    def adopt_counts(self, rank_counts: TokenCounts) -> None:
+        """Count each rank's tokens as all ranks have reported them."""
+        self.rank_counts = rank_counts
 
-        New steps and known steps both call this function, so all reasons of these shards belong here.
-        """
-        shard = self.own
-        config = shard.config
-        if reproducible:
-            if shard.padding is not None or self.rank_counts.start:
-                return StepFault.LAYOUT
-            if not shard.block_cyclic.is_even:
-                return StepFault.SHARES
-            if config.hot is not None and shard.device.type != "cpu":
-                return StepFault.TIERS
-        if queries is not None:
-            length = self.cpu_length
-            if shard.device.type != "cuda" or (self.in_graphs and not is_capturing(shard.device)):
-                length = shard.device_counts.tolist()[LENGTH]
-            if not queries <= length <= config.capacity:
-                return StepFault.LENGTH
-            if config.mask is not None and not self.serves(length - queries):
-                return StepFault.FORGOTTEN
-        return StepFault.SHARED if reproducible and self.forked else None
+    def set_length(self, length: int) -> None:
+        """Count `length` tokens on all ranks, as the ranks have agreed and the shards have them."""
+        self.cpu_length = length
 
-    def check_step(self, subject: str, row_text: str, q: Tensor, *, in_graph: bool, reproducible: bool) -> None:
-        """Raise unless a step of the queries `q` can be served, at once or after shared blocks are copied."""
-        queries = q.shape[2]
-        fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
-        if fault is None or fault is StepFault.SHARED:
-            return
-        own, config = self.own, self.own.config
-        match fault:
-            case StepFault.LENGTH:
-                length = self.length  # in a capture of a graph no other fault may read it
-                given = f"{queries} queries and {length} of {config.capacity} tokens in the cache"
-                fits = queries % config.kv_heads == 0 and q.shape[1] <= length <= config.capacity
-                fix = transpose_hint_first(f"append before {subject}", fits)
-                raise ShapeError(
-                    f"{subject} q{row_text}", "as many queries as tokens in the cache, or fewer", given, fix
-                )
-            case StepFault.FORGOTTEN:
-                length = self.length
-                seen = f"queries of token {self.first_query} and later ones"
-                expected = f"{seen}: the cache has forgotten what earlier tokens see"
-                given = f"queries of the tokens from {length - queries} to {length - 1}"
-                fix = "decode after each append, or pass queries= to append_shard"
-                fix = fix if length > self.first_query else "append the next token first"
-                raise ShapeError(f"{subject} q{row_text}", expected, given, fix)
-            case StepFault.LAYOUT:
-                given = "a padded batch" if own.padding is not None else "tokens in the layout of a sharded prefill"
-                fix = "fill it with append, or prefill in cache.layout"
-                raise LayoutError(f"{subject} reproducible{row_text}", "a cache with block-cyclic tokens", given, fix)
-            case StepFault.SHARES:
-                check_even_shares(f"{subject} reproducible", own.block_cyclic.shares, even=False)
-            case StepFault.TIERS:
-                given, fix = f"hot={config.hot} on {own.device.type}", 'leave one of them out, or pass device="cpu"'
-                raise KernelError(f"{subject} reproducible", "keys that one kernel reads", given, fix)
-            case _:
-                assert_never(fault)
+    def leave_graphs(self) -> None:
+        """Let the CPU count tokens again: no graph appends any more."""
+        if self.in_graphs:
+            self.cpu_length, self.in_graphs = self.own.length, False
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
         if self.length + new_count > self.own.config.capacity or self.rank_counts.start:
-            self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
+            self.check_fits(f"{subject} k of row {row}", new_count)
 
-    def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts) -> None:
-        """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank."""
+    def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts | None = None) -> None:
+        """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank.
+
+        `rank_counts` are those after the call, or None if the call does not change them.
+        """
         if torch.compiler.is_compiling():
             return
         capacity = self.own.config.capacity
@@ -206,11 +147,9 @@ class LocalShards:
             fix = f"call cache.reserve({self.cpu_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forget_mask is None:  # the shards of a cache that forgets grow
-            rank_counts.check(subject, self.cpu_length + new_count, self._slots)
-
-    def _slots(self, rank: int) -> int:
-        """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
-        return usual_slots(self.own.config, self.own.block_cyclic.turns[rank])
+            turns = self.own.block_cyclic.turns  # earlier pieces of a rank lie in some of its slots
+            counts = self.rank_counts if rank_counts is None else rank_counts
+            counts.check(subject, self.cpu_length + new_count, lambda rank: usual_slots(self.own.config, turns[rank]))
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder, or in two memories, gets padding."""
@@ -221,18 +160,6 @@ class LocalShards:
         if is_hot:
             expected, fix = "sequences without padding beside hot=", "give each sequence a cache of its own"
         raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
-
-    @property
-    def forget_mask(self) -> Mask | None:
-        """The mask by which tokens are forgotten, or None."""
-        return self.own.config.mask
-
-    def serves(self, query: int) -> bool:
-        """Return whether all tokens that queries from token `query` on see are cached."""
-        if self.forget_mask is None or query >= self.first_query:
-            return True
-        first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
-        return self.forget_mask.first_seen(self.first_query) <= first_seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -245,24 +172,6 @@ class LocalShards:
                 f"make the cache with keep={before - length} or more, counted from the longest length; or truncate to 0"
             )
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
-
-    def first_token(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
-        """Return the first token that is needed, after `new_count` tokens with this mask."""
-        if self.forget_mask is None:
-            return 0
-        shard, length, real = self.own, self.cpu_length, None
-        if shard.padding is not None or token_mask is not None:
-            real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
-            if shard.padding is not None:
-                real[:, :length] = shard.padding.token_mask[:, :length]
-            if token_mask is not None:
-                real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forget_mask, self.first_query, shard.config.block, real)
-
-    @property
-    def window_start(self) -> WindowStart:
-        """The first token that is needed, and the first query that can be decoded."""
-        return WindowStart(self.first_token(), self.first_query)
 
     def try_append(self, new: Tensors) -> bool:
         """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
@@ -284,23 +193,17 @@ class LocalShards:
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
-        start = self.cpu_length
-        may_forget = self.forget_mask is not None
-        first_query, forgets = self.first_query, False
-        if may_forget:
-            self._move_first_query(new_count, new_count)
-        try:
+        if self.forget_mask is None:
             for shard in self.all:
-                own_count = 0
-                if may_forget:
-                    own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                    forgets |= shard.make_room(own_count, self.first_token)
                 shard.append(new, token_mask, self.length_and_used(shard))
-                if may_forget:
-                    shard.count_used(own_count)
-        except RuntimeError:  # no memory: if no token was forgotten, all queries so far are served still
-            self.first_query = self.first_query if forgets else first_query
-            raise
+        else:
+            start, first_query = self.cpu_length, self._first_query_after(new_count, new_count)
+            for shard in self.all:
+                own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
+                if shard.make_room(own_count, partial(self._first_needed, first_query)):
+                    self.first_query = first_query  # not at the end alone: what comes next may find no memory
+                shard.append(new, token_mask, self.length_and_used(shard))
+            self.first_query = first_query
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -309,22 +212,19 @@ class LocalShards:
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
-        first_query, forgets = self.first_query, False
-        try:
-            if self.forget_mask is not None:
-                self._move_first_query(new_count, queries)
-                first = self.first_token(token_mask, new_count)
-                if skips := first > self.cpu_length:
-                    kept = tokens >= first
-                    new = tuple(x[:, :, kept] for x in new)
-                    tokens = tokens[kept]
-                forgets = self.own.make_room(len(tokens), lambda: first, forget=skips)
+        if self.forget_mask is None:
             self.own.append_at(new, tokens, new_count, token_mask)
-        except RuntimeError:  # as in `append`
-            self.first_query = self.first_query if forgets else first_query
-            raise
-        if self.forget_mask is not None:
-            self.own.count_used(len(tokens))
+        else:
+            first_query = self._first_query_after(new_count, queries)
+            first = self._first_needed(first_query, token_mask, new_count)
+            if skips := first > self.cpu_length:
+                kept = tokens >= first
+                new = tuple(x[:, :, kept] for x in new)
+                tokens = tokens[kept]
+            if self.own.make_room(len(tokens), lambda: first, forget=skips):
+                self.first_query = first_query  # as in `append`
+            self.own.append_at(new, tokens, new_count, token_mask)
+            self.first_query = first_query
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
 
@@ -343,13 +243,31 @@ class LocalShards:
             self.forked = True
         self.cpu_length += new_count
 
-    def adopt_counts(self, rank_counts: TokenCounts) -> None:
-        """Count each rank's tokens as all ranks have reported them."""
-        self.rank_counts = rank_counts
+    def _advance(self, new_count: int) -> None:
+        if may_compare(self.own.device):
+            self.cpu_length += new_count
+        else:  # a graph is made, not run
+            self.in_graphs = True
 
-    def set_length(self, length: int) -> None:
-        """Count `length` tokens on all ranks, as the ranks have agreed and the shards have them."""
-        self.cpu_length = length
+    def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
+        """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
+
+        Collective along the tokens axis, if the cache has copies.
+        """
+        if not self.keepers and not self.copy_shards:
+            return
+        counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
+        sends = dict.fromkeys(self.keepers, (*new, tokens))
+        receives = {
+            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
+            for index in self.copy_shards
+        }
+        received = Channel(self.axis, tokens.device).begin_messages(sends, receives, "copying")()
+        for index, shard in self.copy_shards.items():
+            *copied, token_index = received[index]
+            if self.forget_mask is not None:
+                shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
+            shard.append_at(tuple(copied), token_index, new_count, token_mask)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
@@ -381,43 +299,44 @@ class LocalShards:
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
         self.cpu_length = length
 
-    def _move_first_query(self, new_count: int, queries: int) -> None:
-        """Let tokens be forgotten that neither the last `queries` nor queries after a truncation see."""
+    @property
+    def forget_mask(self) -> Mask | None:
+        """The mask by which tokens are forgotten, or None."""
+        return self.own.config.mask
+
+    def serves(self, query: int) -> bool:
+        """Return whether all tokens that queries from token `query` on see are cached."""
+        if self.forget_mask is None or query >= self.first_query:
+            return True
+        first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
+        return self.forget_mask.first_seen(self.first_query) <= first_seen
+
+    def first_token(self) -> int:
+        """Return the first token that is needed."""
+        return self._first_needed(self.first_query)
+
+    @property
+    def window_start(self) -> WindowStart:
+        """The first token that is needed, and the first query that can be decoded."""
+        return WindowStart(self.first_token(), self.first_query)
+
+    def _first_query_after(self, new_count: int, queries: int) -> int:
+        """Return the first query to serve after an append: no later than the last `queries`, or those after a cut."""
         past = max(queries, self.own.config.keep + 1)
-        self.first_query = max(self.first_query, self.cpu_length + new_count - past)
+        return max(self.first_query, self.cpu_length + new_count - past)
 
-    def _advance(self, new_count: int) -> None:
-        if may_compare(self.own.device):
-            self.cpu_length += new_count
-        else:  # a graph is made, not run
-            self.in_graphs = True
-
-    def leave_graphs(self) -> None:
-        """Let the CPU count tokens again: no graph appends any more."""
-        if self.in_graphs:
-            self.cpu_length, self.in_graphs = self.own.length, False
-
-    def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
-        """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
-
-        Collective along the tokens axis, if the cache has copies.
-        """
-        if not self.keepers and not self.copy_shards:
-            return
-        counts = [numbers[0] for numbers in dist_all_gather_ints([len(tokens)], [self.axis])]
-        sends = dict.fromkeys(self.keepers, (*new, tokens))
-        receives = {
-            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
-            for index in self.copy_shards
-        }
-        received = Channel(self.axis, tokens.device).begin_messages(sends, receives, "copying")()
-        for index, shard in self.copy_shards.items():
-            *copied, token_index = received[index]
-            if self.forget_mask is not None:
-                shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
-            shard.append_at(tuple(copied), token_index, new_count, token_mask)
-            if self.forget_mask is not None:
-                shard.count_used(len(token_index))
+    def _first_needed(self, first_query: int, token_mask: Tensor | None = None, new_count: int = 0) -> int:
+        """Return the first token that `first_query` needs, after `new_count` new tokens with this mask."""
+        if self.forget_mask is None:
+            return 0
+        shard, length, real = self.own, self.cpu_length, None
+        if shard.padding is not None or token_mask is not None:
+            real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
+            if shard.padding is not None:
+                real[:, :length] = shard.padding.token_mask[:, :length]
+            if token_mask is not None:
+                real[:, length:] = token_mask.to(shard.device)
+        return first_needed(self.forget_mask, first_query, shard.config.block, real)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -42,7 +42,7 @@ class OrderedShard(CacheShard):
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of `new`, and their tokens. `new` has all heads and the tokens from `length` on."""
         tokens = torch.arange(length, length + new[0].shape[2], device="cpu")
-        rows = [x.chunk(self.heads_axis.size, 1)[self.heads_axis.index] for x in new]
+        rows = self.own_heads(new)
         if self.turn.width < self.turn.period:  # other ranks hold tokens too
             own_indices = self.turn.holds(tokens).nonzero().flatten()
             rows = [x.index_select(2, own_indices.to(self.device)) for x in rows]

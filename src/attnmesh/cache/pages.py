@@ -48,7 +48,7 @@ def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ..
         _check_in_memory("append_pages", shards.own)
         _check_takes_blocks(shards)
         new_count = table.shape[1] * config.block * shards.axis.size
-        shards.check_fits("append_pages", new_count, shards.rank_counts)
+        shards.check_fits("append_pages", new_count)
     with torch.no_grad():
         tensors = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
         _append(shards, tensors, table.long())

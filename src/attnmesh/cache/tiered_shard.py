@@ -109,14 +109,14 @@ class TieredShard(OrderedShard):
             start += piece.token_count
         self.earlier_pieces = tuple(pieces)
 
-    def _view(self, piece: FrozenPiece) -> CacheView:
+    def _view_of(self, piece: FrozenPiece) -> CacheView:
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
         rows = self.config.keys_and_values(piece.kv_tensors)
         with torch.inference_mode(False):
             counts = torch.tensor([self.cpu_length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
 
-    def _set_length(self, piece: CacheView) -> None:
+    def _copy_length_to(self, piece: CacheView) -> None:
         piece.device_counts[LENGTH] = self.cpu_length
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:

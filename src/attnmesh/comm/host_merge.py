@@ -36,7 +36,8 @@ class HostMerge:
         self.rows, self.width = form.sizes
         itemsize = form.lse_dtype.itemsize
         self.checksum, self.lse, self.out = (slice(x.start // itemsize, x.stop // itemsize) for x in form.parts)
-        self.padding_numbers = -self.out.start % ALIGN_FLOATS  # unused numbers before a message
+        self.padding_numbers = -self.out.start % ALIGN_FLOATS
+        """Unused numbers before a message."""
         self.numbers = self.padding_numbers + self.out.stop
         self.rounds = (
             agreed_merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None

@@ -406,7 +406,8 @@ class MismatchWatch:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self.mailboxes = mailboxes
-        self.comparisons: int | None = None  # comparisons of this rank, while the member makes another call
+        self.comparisons: int | None = None
+        """Number of comparisons of this rank, while the member makes another call; None otherwise."""
         self.since = 0.0
 
     def poll(self, wait: CounterWait) -> None:

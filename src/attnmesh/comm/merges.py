@@ -30,7 +30,6 @@ OUTPUTS = ("replicated", "heads")
 PartialWithChecksum = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
-
 P2PMessage = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 

@@ -16,10 +16,13 @@ from attnmesh.kernels.triton_runtime import interpreted
 
 @dataclass(frozen=True)
 class MessageForm:
-    """Form of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
+    """Form of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse.
+
+    A message is (bytes,) of uint8, several are (messages, bytes). A checksum is (2,), and several are (messages, 2).
+    """
 
     shape: tuple[int, ...]
-    """Shape of out."""
+    """Shape of out, (batch, heads, queries, value_dim). That of lse has no `value_dim`."""
     lse_dtype: torch.dtype
     out_dtype: torch.dtype
 

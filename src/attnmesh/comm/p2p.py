@@ -27,9 +27,10 @@ Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: pairs of the indices of some tokens, and the results for these."""
 
 LONG_MESSAGE = 1 << 15
-"""Bytes of a message up to which it does not wait for its turn: a turn costs more than a short message gains.
+"""Bytes above which messages to several ranks are sent one after the other (`Transport.sends_in_turn` says why).
 
-It is a choice: no bench measures it.
+Shorter ones are sent at once: to wait until the one before is sent would cost more time than a short message saves by
+its turn. The number is a choice: no bench measures it.
 """
 
 

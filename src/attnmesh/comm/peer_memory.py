@@ -25,6 +25,9 @@ PROGRAM_ROWS = 8
 FLAGS = BOX_ELEMENTS // PROGRAM_ROWS
 """Programs of the longest message."""
 
+SYMMETRIC = "torch.distributed._symmetric_memory"
+"""Module of PyTorch with symmetric memory, imported where it is used."""
+
 MAX_POLLS = 1 << 26
 """Polls of a flag until a rank counts as lost: half a minute at half a microsecond per poll."""
 
@@ -112,9 +115,6 @@ def agreed_peer_memory(axis: Axis, device: torch.device) -> PeerMemory | None:
     handle.barrier()  # no rank writes before all have cleared their memory
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     return PeerMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
-
-
-SYMMETRIC = "torch.distributed._symmetric_memory"
 
 
 def _allocate(numbers: int, device: torch.device) -> Tensor | None:

@@ -13,7 +13,9 @@ class Band:
     """A run of key indices per query: query i sees the keys j with `low[i] <= j < high[i]`."""
 
     low: Tensor
+    """(queries,)."""
     high: Tensor
+    """(queries,)."""
 
     @staticmethod
     def of(mask: Mask, q_positions: Tensor, k_positions: Tensor | int) -> "Band":

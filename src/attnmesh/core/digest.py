@@ -16,6 +16,15 @@ LOW = (1 << 32) - 1
 SUM_ELEMENTS = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
 
+GOLDEN_GAMMA = -7046029254386353131
+"""The odd integer nearest to 2^64 divided by the golden ratio, as int64. Its multiples modulo 2^64 spread evenly.
+
+It is the increment of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+"""
+
+MIX_FACTOR = -4658895280553007687
+"""The first factor of the mix of SplitMix64, as int64. A product with it carries each bit into the higher ones."""
+
 DIGEST_VALUES = 1024
 """Values of each parameter in the digest that identifies a model. More take longer, and tell more models apart."""
 
@@ -38,9 +47,9 @@ def wide_bits(x: Tensor) -> Tensor:
 
 
 def hash_each(numbers: Tensor) -> Tensor:
-    """Return a hash of each integer."""
-    x = numbers * -7046029254386353131
-    x = (x ^ (x >> 29)) * -4658895280553007687
+    """Return a hash of each integer. The Triton program for checksums computes the same."""
+    x = numbers * GOLDEN_GAMMA
+    x = (x ^ (x >> 29)) * MIX_FACTOR
     return x ^ (x >> 32)
 
 

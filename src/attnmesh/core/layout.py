@@ -17,10 +17,11 @@ Any length is valid, but `Split` and `Packed` have that of their parts. With few
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import MISSING, dataclass, fields
+from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,9 +30,18 @@ from attnmesh.core.packing import pack_documents
 from attnmesh.core.turns import Turn, turns
 from attnmesh.errors import LayoutError, checked_count
 
+__all__ = ["Contiguous", "Zigzag", "Striped", "Split", "Packed"]
 
-class Layout(Hashable, Protocol):
-    """Type of the argument `layout=`, which takes the layouts of this file alone: `LAYOUTS`."""
+
+@dataclass(frozen=True)
+class Layout:
+    """Type of the argument `layout=`, which takes all subclasses: dataclasses of whole numbers and tuples of them."""
+
+    kinds: ClassVar[list[type["Layout"]]] = []
+    """All layouts, in the order of their definitions."""
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds.append(cls)
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the positions of one shard.
@@ -47,11 +57,33 @@ class Layout(Hashable, Protocol):
         Raises:
             LayoutError: If an argument is not a whole number in its range.
         """
-        ...
+        raise NotImplementedError
+
+    def to_code(self) -> list[int]:
+        """Return the layout as integers, for the schema of an operator: its kind, and arguments by their lengths."""
+        arguments = (getattr(self, field.name) for field in fields(self))
+        numbers = ([-1, one] if isinstance(one, int) else [len(one), *one] for one in arguments)
+        return [self.kinds.index(type(self)), *chain(*numbers)]
+
+    @classmethod
+    def example(cls) -> str:
+        """Return a call with the arguments that it needs, for an error."""
+        return f"{cls.__name__}({', '.join(field.name for field in fields(cls) if field.default is MISSING)})"
+
+    @staticmethod
+    def from_code(code: Sequence[int]) -> tuple["Layout", Sequence[int]]:
+        """Return the layout of a code that begins as `to_code` writes it, and the rest of the code."""
+        kind, *rest = code
+        arguments: list[int | tuple[int, ...]] = []
+        for _ in fields(make := Layout.kinds[kind]):
+            size, *rest = rest
+            arguments.append(rest[0] if size < 0 else tuple(rest[:size]))
+            rest = rest[abs(size) :]
+        return make(*arguments), rest
 
 
 @dataclass(frozen=True)
-class Contiguous:
+class Contiguous(Layout):
     """Runs of equal length, the last ones shorter, as in `torch.chunk` and in a DTensor with `Shard`.
 
     >>> import attnmesh as am
@@ -67,7 +99,7 @@ class Contiguous:
 
 
 @dataclass(frozen=True)
-class Zigzag:
+class Zigzag(Layout):
     """Two chunks per shard: of `2 * shards` chunks, shard i holds the i-th and the i-th from the end.
 
     >>> import attnmesh as am
@@ -85,7 +117,7 @@ class Zigzag:
 
 
 @dataclass(frozen=True)
-class Striped:
+class Striped(Layout):
     """Block-cyclic: blocks of tokens go to the shards in turn.
 
     Args:
@@ -134,7 +166,7 @@ class Striped:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Layout):
     """Consecutive runs of given sizes, as in `torch.split`: shard i holds `sizes[i]` tokens.
 
     Args:
@@ -161,7 +193,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Layout):
     """A layout for one batch of packed documents and one mesh: equal tokens, nearly equal pairs, and little to send.
 
     Short documents lie whole at one (r, c), the indices along queries and keys. Long ones are cut over as few of these
@@ -195,41 +227,12 @@ class Packed:
         return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
 
-LAYOUTS = (Contiguous, Zigzag, Striped, Split, Packed)
-
-
-def layout_to_code(layout: Layout) -> list[int]:
-    """Return a layout as integers, for the schema of an operator: its type, how many numbers it has, and these."""
-    match layout:
-        case Striped(block):
-            numbers = [*block] if isinstance(block, tuple) else [block]
-        case Split(sizes):
-            numbers = [*sizes]
-        case Packed(documents, shape):
-            numbers = [*shape, *documents]
-        case _:
-            numbers = []
-    return [LAYOUTS.index(type(layout)), len(numbers), *numbers]
-
-
-def layout_from_code(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
-    """Return the layout of a code that begins as `layout_to_code` writes it, and the rest of the code."""
-    kind, count, *numbers = code
-    parameters = tuple(numbers[:count])
-    make = LAYOUTS[kind]
-    if make is Packed:
-        heads, queries, keys, *documents = parameters
-        return Packed(tuple(documents), (heads, queries, keys)), numbers[count:]
-    in_parts = make is Split or (make is Striped and len(parameters) > 1)
-    layout: Layout = cast(Callable[..., Layout], make)(*((parameters,) if in_parts else parameters))
-    return layout, numbers[count:]
-
-
 def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> None:
-    """Raise unless layout is an instance of one of `LAYOUTS`, or "auto" where that is served."""
-    if not isinstance(layout, LAYOUTS) and not (auto and isinstance(layout, str) and layout == "auto"):
+    """Raise unless layout is a `Layout`, or "auto" where that is served."""
+    if not isinstance(layout, Layout) and not (auto and isinstance(layout, str) and layout == "auto"):
         fix = "make one by calling it, as in Zigzag()"
-        expected = "Contiguous(), Zigzag(), Striped(), Split(sizes) or Packed(documents, shape)"
+        *others, last = (kind.example() for kind in Layout.kinds)
+        expected = f"{', '.join(others)} or {last}"
         expected = f'"auto", {expected}' if auto else expected
         raise LayoutError(subject, expected, repr(layout), fix)
 

@@ -23,7 +23,7 @@ from itertools import accumulate, chain, pairwise
 from math import lcm
 from operator import sub
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ FAR = 1 << 60
 class Mask:
     """The keys that each query sees.
 
-    Make it with `Full`, `Causal`, `Window`, `Documents`, `Chunks` and `Spans`, and join with `&`.
+    Make it with a function of this file, as `Causal` or `Window`, and join with `&`.
 
     Args:
         left: How many positions before its own a query sees.
@@ -79,7 +79,8 @@ class Mask:
         if not self._is_valid():
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
-            fix = "make masks with Full, Causal, Window, Documents, Chunks and Spans"
+            *others, last = (function.__name__ for function in (*_REACHES, *_PARTS))
+            fix = f"make masks with {', '.join(others)} and {last}"
             expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
 
@@ -480,31 +481,35 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
         raise MaskError("Spans", expected, repr(ranges), fix) from None
 
 
-_CALLS: dict[Any, str] = {
-    Mask: "Mask()",
+_REACHES: dict[Callable[..., Mask], str] = {
     Full: "Full()",
     Causal: "Causal()",
     Window: "Window(left)",
     Spans: "Spans(ranges)",
-    Documents: "Causal() & Documents(lengths)",
-    Chunks: "Causal() & Chunks(size)",
 }
-"""Call of each function of masks, for an error."""
+"""Functions that say how far a query sees, each with a call of it, for errors."""
+
+_PARTS: dict[Callable[..., Mask], str] = {
+    Documents: "Documents(lengths)",
+    Chunks: "Chunks(size)",
+}
+"""Functions that say within which part of the sequence a query sees, each with a call of it."""
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = "Full(), Causal(), Window(left), Spans(ranges), or one of them & Documents(lengths) or Chunks(size)"
-        if isinstance(mask, (FunctionType, type)) and mask in _CALLS:
-            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {_CALLS[mask]}")
+        expected = f"{', '.join(_REACHES.values())}, or one of them & {' or '.join(_PARTS.values())}"
+        calls = {Mask: "Mask()", **_REACHES, **{part: f"Causal() & {call}" for part, call in _PARTS.items()}}
+        if isinstance(mask, (FunctionType, type)) and mask in calls:
+            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {calls[mask]}")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
         fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor or a function"
         raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)
     if mask.is_undirected and not torch.compiler.is_compiling():
-        alone = "Documents(lengths)" if mask.ends else "Chunks(size)"
+        alone = _PARTS[Documents if mask.ends else Chunks]
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 

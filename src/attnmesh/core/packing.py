@@ -104,14 +104,18 @@ class Grid:
 
     def __init__(self, rows: int, columns: int, room: Sequence[int]) -> None:
         self.rows, self.columns = rows, columns
-        self.room = list(room)  # tokens
+        self.room = list(room)
+        """Tokens that each cell has room for."""
         self.runs: list[list[TokenRun]] = [[] for _ in room]
         self.pairs = [0.0] * len(room)
-        self.mean = 0.0  # pairs, when all documents are placed
+        self.mean = 0.0
+        """Mean pairs of a cell, once all documents are placed."""
         blocks = [(a, b) for a in _block_sides(rows) for b in _block_sides(columns)]
         self.blocks = sorted(blocks, key=lambda block: (block[0] * block[1], sum(block)))
-        self.deficits = [0.0] * len(room)  # pairs that a cell lacks, per token of its room
-        self.heap: list[tuple[float, int]] = []  # entries (-deficit, cell); old ones are skipped
+        self.deficits = [0.0] * len(room)
+        """Pairs that each cell lacks, per token of its room."""
+        self.heap: list[tuple[float, int]] = []
+        """Entries (-deficit, cell). Those of former deficits are skipped."""
 
     @property
     def excess(self) -> float:

@@ -39,7 +39,7 @@ class MessageSize(NamedTuple):
 
 
 TYPICAL_MESSAGE = MessageSize(128.0, 128)
-"""Payload by which "auto" chooses, 32 rows of 128 columns: a rank whose call fails does not know the real size."""
+"""Message by which "auto" chooses, 32 rows of 128 columns: a rank whose call fails does not know the real size."""
 
 
 def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:

@@ -67,9 +67,9 @@ def decode(
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN, or wait for the deadline: in "gather" and "allreduce", and on GPUs
             where messages of another size are expected.
-        selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
-            index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
-            the CPU reads no index, rows with an invalid one give NaN. None for all tokens.
+        selected: The tokens that each query attends, of those that it sees, equal on all ranks. An index counts tokens
+            of the cache, padding included. Each rank reads those that it holds. On a GPU, where the CPU reads no index,
+            rows with an invalid one give NaN. None for all tokens.
         partial: Attention of the same queries over other keys that this rank holds, such as entries that each stand
             for many tokens, as `attend` returns it. One softmax covers these keys, the cache and the sinks. Each rank
             passes one, of its own keys or of none. Ranks do not compare its numbers.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.cache.call_checks import step_fault
 from attnmesh.checks.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
 from attnmesh.decoding.step_agreement import merge_agreement_for, runs_asynchronously
@@ -62,7 +63,7 @@ def find_step(
                 return signature, None  # the step is of caches of another kind
             if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
-        if shards.step_fault(queries, reproducible=spec.reproducible) is not None:
+        if step_fault(shards, queries, reproducible=spec.reproducible) is not None:
             return signature, None
     return signature, prepared_step
 

@@ -106,7 +106,7 @@ def decode_rows(
 def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     """Return the memo of prepared steps: of one cache and its forks, or on CPUs of all caches of this kind."""
     first = caches[0]
-    config = caches[0].config
+    config = first.config
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
     return _prepared_steps_of_rows(

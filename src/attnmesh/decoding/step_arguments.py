@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.rank_merge import RequestedMerge
+from attnmesh.core.digest import GOLDEN_GAMMA
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -93,9 +94,8 @@ class StepSpec(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
-LENGTH_WEIGHT = -7046029254386353131
+LENGTH_WEIGHT = GOLDEN_GAMMA
 """Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
-
 
 PartsToCompare = tuple[Sequence[Tensor], int, Tensor]
 """Parts of a merge's checksum: tensors by their bits, a hash of the facts, and device counts, tokens first."""

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients, needs_cpu
+from attnmesh.cache.call_checks import (
+    check_dtype_and_device,
+    check_eager,
+    check_no_gradients,
+    check_step,
+    needs_cpu,
+)
 from attnmesh.checks.argument_checks import (
     check_distance_bias,
     check_key_lengths,
@@ -101,7 +107,7 @@ def spec_of_step(
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     in_graph = not may_compare(q.device)
-    cache.local_shards.check_step(subject, row_text, q, in_graph=in_graph, reproducible=spec.reproducible)
+    check_step(cache.local_shards, subject, row_text, q, in_graph=in_graph, reproducible=spec.reproducible)
     if in_graph:
         if needs_cpu(config, q.shape[2]):
             check_eager(subject, config, q.device)

@@ -21,7 +21,6 @@ from attnmesh.hf.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
 from attnmesh.hf.images.inputs import NO_SHIFT, ImageTokens
 from attnmesh.hf.images.spans import PromptChunk, join_chunks_at_spans
-from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
@@ -39,11 +38,6 @@ LATENT_CHUNK = 1024
 
 REPRODUCIBLE_CHUNK = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk with `reproducible=True`: the most that shared layers take in every dtype."""
-
-
-def default_size(config: PreTrainedConfig) -> int:
-    """Return the tokens of a chunk after cached tokens or with padding, by the model."""
-    return CHUNK if latent_widths(config) is None else LATENT_CHUNK
 
 
 def left_to_decode(config: PreTrainedConfig) -> int:

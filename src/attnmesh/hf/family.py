@@ -164,22 +164,13 @@ class SubclassedModule(NamedTuple):
     """True if a rank calls the class for its own keys alone: `share_weights` leaves layers with the class out."""
 
 
-def _selects_tokens(_layer: Any, indices: Tensor, _layer_mask: Any) -> Selection:
-    """Return tokens that are selected for all heads."""
-    return Selection(indices[:, None])
-
-
-def _never(_config: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
     """A model type of transformers: what it needs, and what its layers do beside plain attention."""
 
     type: str
     fields: str = ""
-    """Fields of `pins.FIELDS` that the family's configuration has, separated by spaces."""
+    """Fields that are read with a default, and that the family's configuration has, separated by spaces."""
     stores: Mapping[str, str] = field(default_factory=dict)
     """Attributes that classes of the family's code set on their instances."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -193,7 +184,7 @@ class Family:
     """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
     repeats_keys: bool = False
     """True if the family repeats its key heads before attention."""
-    counts_tokens: Callable[[Any], bool] = _never
+    counts_tokens: Callable[[Any], bool] = lambda _config: False
     """Return whether a model of a configuration counts cached tokens itself. Then rows of a step have one length."""
 
     recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
@@ -207,8 +198,11 @@ class Family:
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
     selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
-    read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
-    """Return what queries select, from the layer, the value of `selection_argument` and its `RecognisedMask`."""
+    read_selection: Callable[[Any, Any, Any], Selection] = lambda _layer, indices, _mask: Selection(indices[:, None])
+    """Return what queries select, from the layer, the value of `selection_argument` and the layer's `RecognisedMask`.
+
+    By default the value has tokens, which are selected for all heads.
+    """
     planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
     """Return the planner's record of the indexers, from a configuration, counts of layers and the key heads."""
 

@@ -80,24 +80,16 @@ class Checkpoint:
         self.every = int(checked_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
         self.folder = checked_folder("Checkpoint", folder)
         self.note = ""
-        self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
+        self.start_ids: Tensor | None = None
+        """The tokens to continue from, after `begin`."""
         self._saving: Saving | None = None
         self._is_first = self._has_warned = False
 
     def begin(self, model: PreTrainedModel, ids: Tensor, cache: ShardedCache, settings: GenerationSettings) -> Tensor:
-        """Fill the cache and the random state from the folder. Every rank calls it.
+        """Fill an empty cache and the random state from the folder. Every rank calls it.
 
-        Args:
-            model: The model that generates.
-            ids: The prompt, (1, length).
-            cache: An empty cache.
-            settings: The settings of the call.
-
-        Returns:
-            The tokens to continue from: the saved ones, or the prompt.
-
-        Raises:
-            InputError: The folder is of another call, the call cannot be continued, or ranks differ.
+        Return the tokens to continue from: the saved ones, or the prompt. Raise if the folder is of another call, if
+        the call cannot be continued, or if ranks differ.
         """
         mesh = RankMesh.of(cache.mesh)
         with Agreement(mesh, SUBJECT) as agreement:
@@ -149,11 +141,7 @@ class Checkpoint:
     def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
         """Save after every `every` new tokens, but not after an end token. Every rank calls it after each token.
 
-        Args:
-            cache: The cache of the generation.
-            tokens: All tokens so far, (1, length).
-            prompt: The length of the prompt.
-            ends: End tokens: an int, a list of them, or None.
+        `tokens` are all tokens so far, (1, length), and `prompt` is the length of the prompt.
         """
         new = tokens.shape[1] - prompt
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
@@ -161,12 +149,7 @@ class Checkpoint:
             self.save(cache, tokens)
 
     def save(self, cache: ShardedCache, tokens: Tensor) -> None:
-        """Begin to save, after the last save has finished. Every rank calls it.
-
-        Args:
-            cache: The cache of the generation.
-            tokens: All tokens so far, (1, length).
-        """
+        """Begin to save all tokens so far, (1, length), after the last save has finished. Every rank calls it."""
         self.wait()
         tensors = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
         self._is_first = RankMesh.of(cache.mesh).shard_index == 0

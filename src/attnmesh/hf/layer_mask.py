@@ -146,7 +146,8 @@ def mask_function(**arguments: Any) -> RecognisedMask | TracedMask | Tensor | No
     if not in_trace(arguments):
         covered = None if mask is None else mask.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
-    return TracedMask.of(arguments, partial(_recognised_outside_graphs, **arguments))
+    visible = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+    return TracedMask(visible, partial(_recognised_outside_graphs, **arguments))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

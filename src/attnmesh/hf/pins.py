@@ -15,18 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 from attnmesh.errors import VersionError
-from attnmesh.hf.family import CONFIGURATION, MODELING, MODELS, Family, Pins, family_of_class
+from attnmesh.hf.family import CONFIGURATION, MODELING, MODELS, Pins, family_of_class
 from attnmesh.hf.transformers_names import TRANSFORMERS
-
-FIELDS = (
-    *("attention_chunk_size", "attn_temperature_tuning", "cross_attention_layers", "head_dim", "indexer_types"),
-    *("intermediate_size", "kv_lora_rank", "kv_sharing_modes", "layer_types", "max_position_embeddings"),
-    *("moe_intermediate_size", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
-    *("num_hidden_layers", "num_key_value_heads", "num_kv_shared_layers", "num_local_experts"),
-    *("number_of_conv_states", "output_router_logits", "ple_layer_ids", "qk_rope_head_dim", "rope_parameters"),
-    *("sliding_window", "swa_head_dim", "time_step_limit"),
-)
-"""Fields of configurations that are read with a default, since some model types lack them."""
 
 CHECKED: set[object] = set()
 """Configurations' classes and shared pins that have passed."""
@@ -49,33 +39,25 @@ def _check_class(config: Any) -> None:
         for name in family.fields.split():
             if not hasattr(layer, name):
                 raise_lost(family.type, f"{stock.__name__}.{name}")
-        _check_family(family, stock.__module__.replace(CONFIGURATION, MODELING))
+        source = ModuleSource(stock.__module__.replace(CONFIGURATION, MODELING))
+        for part, names in family.stores.items():
+            for name in sorted({*names.split()} - source.stored(part)):
+                raise_lost(family.type, f"{part}.{name}")
+        _check_sources(family.type, source, family.sources.items())
+        for pins in family.uses:
+            check_pins(pins, family.type)
     CHECKED.add(type(config))
-
-
-def _check_family(family: Family, module: str) -> None:
-    """Raise unless the code of a family, in a module, has what its record names."""
-    source = ModuleSource(module)
-    for part, names in family.stores.items():
-        for name in sorted({*names.split()} - source.assigned_attributes(part)):
-            raise_lost(family.type, f"{part}.{name}")
-    _check_sources(family.type, source, family.sources.items())
-    for pins in family.uses:
-        check_pins(pins, family.type)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
 def check_pins(pins: Pins, kind: str) -> None:
     """Raise unless transformers has what `pins` name. Models of the type `kind` need it by their settings."""
-    if pins.name not in CHECKED:
-        _check_pins(pins, kind)
-        CHECKED.add(pins.name)
-
-
-def _check_pins(pins: Pins, kind: str) -> None:
+    if pins.name in CHECKED:
+        return
     for name in pins.names.split():
         TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
     _check_sources(kind, ModuleSource(pins.module), pins.sources.items())
+    CHECKED.add(pins.name)
 
 
 def _check_sources(kind: str, source: "ModuleSource", digests: Iterable[tuple[str, str]]) -> None:

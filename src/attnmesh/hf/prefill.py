@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.chunked_prefill import Prompt, default_size, left_to_decode, prefill_chunks
+from attnmesh.hf.chunked_prefill import CHUNK, LATENT_CHUNK, Prompt, left_to_decode, prefill_chunks
 from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.hf.images.image_merge import merge_images
 from attnmesh.hf.images.inputs import shared_with_images, split_images, without_absent
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import forget_images, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.shared_weights import end_step
@@ -97,7 +98,7 @@ def prefill_rest(
     start = cache.get_seq_length()
     padded = prompt.token_mask is not None
     if chunk_size is None and (start or padded or cache.head_ranks > 1):
-        chunk_size = default_size(cache.config)
+        chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
     for stop in prefill_chunks(model, prompt, cache, lambda: chunk_size or prompt.ids.shape[1]):
         if after is not None:
             after(stop)

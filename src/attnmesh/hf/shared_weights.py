@@ -366,13 +366,9 @@ class SharedSteps:
                 expected, given = "steps of one thread at a time", "one of a second thread within another"
                 raise MeshError(SUBJECT, expected, given, "wait for the first, or give each thread a mesh of its own")
             self.thread, self.outermost = get_ident(), module
-            if self.drops != self.boards.drops:
-                self._learn_anew()
-
-    def _learn_anew(self) -> None:
-        """Forget the groups: ranks whose calls have differed may have learned different ones."""
-        self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.message_numbers}
-        self.calls.clear()
+            if self.drops != self.boards.drops:  # ranks whose calls have differed may have learned different groups
+                self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.message_numbers}
+                self.calls.clear()
 
     def _exit(self, module: nn.Module, *_: Any) -> None:
         if module is self.outermost:

@@ -88,7 +88,8 @@ class StepGraph:
         self.forward, self.cache = model.forward, cache
         self.__signature__ = signature(model.forward)
         self.passes = self.replays = self.captures = 0
-        self.room = 0  # tokens until the cache grows, which moves it
+        self.room = 0
+        """Tokens until the cache grows, which moves it in memory."""
         self.is_watched = self.given_up = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output: Any = None

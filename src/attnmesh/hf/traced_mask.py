@@ -19,7 +19,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.scores import IndexMask
-from attnmesh.hf.transformers_names import is_tracing, sdpa_mask
+from attnmesh.hf.transformers_names import is_tracing
 from attnmesh.kernels.traced import is_traced
 
 
@@ -71,11 +71,6 @@ class TracedMask(LayerMask):
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor, by which transformers counts keys without a cache."""
         return self.visible.shape
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any], describe: Callable[[], Any]) -> "TracedMask":
-        """Return the mask that transformers describes."""
-        return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), describe)
 
     def __getitem__(self, key: Any) -> Any:
         """Return `mask[:, 0]`, in a trace as a tensor."""

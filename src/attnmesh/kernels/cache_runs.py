@@ -50,9 +50,9 @@ class SlotRun(NamedTuple):
     selected: SelectedKeys | None = None
     """Keys that each query selects, instead of a band."""
     bias_positions: tuple[Tensor, Tensor] | None = None
-    """Positions of queries and slots, for a bias by distance."""
+    """Positions of queries, (queries,), and of slots, (slots,), for a bias by distance."""
     hidden: Tensor | None = None
-    """Queries that are padding; None if there are none."""
+    """(queries,), True for queries that are padding; None if there are none."""
 
 
 def runs_of(

@@ -29,10 +29,12 @@ class DecodeQuery(NamedTuple):
     """The queries of a decode step, and the options of its attention."""
 
     q: Tensor
+    """(batch, heads, queries, dim)."""
     mask: Mask
     scaling: Scaling
     capacity: int
     sinks: Tensor | None = None
+    """(heads,)."""
     partial_block: int | None = None
     """Slots per block; each block gives one partial, and these are merged along a tree."""
     into: Partial | None = None

@@ -1,4 +1,9 @@
-"""The formula of attention: rows of one matrix over keys of another, all pairs at once, and its gradients."""
+"""The formula of attention: rows of one matrix over keys of another, all pairs at once, and its gradients.
+
+Each tensor is a batch of matrices: `rows` (batch, rows, dim), with a column more for each distance of a bias, `keys`
+(batch, keys, dim), and `values` (batch, keys, value_dim). Numbers of rows, as lse and delta, are (batch, rows, 1).
+`columns`, those of a bias, are (rows, keys), and `hidden` broadcasts to (batch, rows, keys).
+"""
 
 from collections.abc import Sequence
 

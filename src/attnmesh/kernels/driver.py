@@ -1,7 +1,7 @@
 """A kernel run on a problem of one device, forward and backward: on the rectangles of a band, or on selected keys.
 
 A kernel attends one rectangle, with a positive scale and without autocast. So kernels do not depend on masks, layouts
-or positions.
+or positions. Tensors have the shapes that `Kernel` says.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ KeyCounts = Sequence[int] | None
 
 
 def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] | None:
-    """Return how many of ascending key positions are below each sequence's number of real keys."""
+    """Return how many of ascending key positions, (keys,), are below each sequence's real keys, (batch,)."""
     if key_lengths is None:
         return None
     counts: list[int] = torch.searchsorted(positions, key_lengths.to(positions.device)).tolist()

@@ -34,7 +34,7 @@ class KernelRequest(NamedTuple):
     scattered: bool = False
     """True if some keys and values are read, in any order."""
     positions: tuple[Tensor, Tensor] | None = None
-    """Positions of queries and keys, for a bias."""
+    """Positions of queries, (queries,), and of keys, (keys,), for a bias."""
 
     @staticmethod
     def of(
@@ -60,7 +60,10 @@ class KernelRequest(NamedTuple):
 
 
 class BoundKernel(Protocol):
-    """A kernel with its shapes fixed, for rows that see a run of keys each: a call passes memory alone."""
+    """A kernel with its shapes fixed, for rows that see a run of keys each: a call passes memory alone.
+
+    Shapes are those of `Kernel`, where k and v may have more keys than a row sees.
+    """
 
     def blank(self) -> Partial:
         """Return memory for a partial."""
@@ -97,6 +100,12 @@ class BoundCacheKernel(Protocol):
 
 class Kernel:
     """Attention over one rectangle on one device. q, k and v are those of the rectangle; heads may be grouped.
+
+    Shapes, also in `attend_band`:
+
+        q   (batch, heads, queries, dim); with a bias by distance, a column more for each distance
+        k   (batch, kv_heads, keys, dim), where `kv_heads` divides `heads`
+        v   (batch, kv_heads, keys, value_dim)
 
     A new one is a file of `implementations`, with a `KERNEL`. It needs a `name`, `unsupported_reason`, `attend` and
     `backward`. The rest says for which calls "auto" takes it, and is what else it can do.
@@ -188,9 +197,9 @@ class Kernel:
     def attend_scattered(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
-        """Return the partial of the keys of each sequence at these indices, (batch, keys), those that are hidden last.
+        """Return the partial of the keys of each sequence at these indices, those that are hidden last.
 
-        Return None if a number is not finite.
+        `indices` and `hidden` are (batch, keys), and q has one query. Return None if a number is not finite.
         """
         raise NotImplementedError
 

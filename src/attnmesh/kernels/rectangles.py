@@ -91,7 +91,7 @@ class Rectangle:
 
 
 class Gradients(NamedTuple):
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v, in the shapes of these."""
 
     q: Tensor
     k: Tensor
@@ -106,8 +106,11 @@ class BackwardInputs:
     """
 
     out: Tensor
+    """(batch, heads, queries, value_dim)."""
     lse: Tensor
+    """(batch, heads, queries)."""
     dout: Tensor
+    """Shaped like `out`."""
 
     def select_queries(self, queries: slice) -> "BackwardInputs":
         """Return the tensors of some of the queries."""

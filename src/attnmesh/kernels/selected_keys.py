@@ -33,13 +33,13 @@ class SelectedKeys:
 
     selection: Selection
     first: Tensor
-    """First position that each query sees under the mask."""
+    """(queries,), first position that each query sees under the mask."""
     last: Tensor
-    """Last position that each query sees under the mask."""
+    """(queries,), last position that each query sees under the mask."""
     positions: Tensor | None = None
-    """Ascending positions of the keys that are here, each once; None for 0, 1, 2, ..."""
+    """(keys,), ascending positions of the keys that are here, each once; None for 0, 1, 2, ..."""
     key_lengths: Tensor | None = None
-    """Real keys of each sequence."""
+    """(batch,), real keys of each sequence."""
 
     @staticmethod
     def of(

@@ -44,7 +44,8 @@ class TieredAttention(CachedAttention):
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         super().__init__(kernel, scaling, value_dim)
-        self.cpu_attentions = Memo[CachedAttention](maxsize=64)  # attention on the CPU, by shape of the queries
+        self.cpu_attentions = Memo[CachedAttention](maxsize=64)
+        """Attention on the CPU, by the shape of the queries."""
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial over one cache of the whole batch, or one for each sequence, in `query.into` if given."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.layout import Layout, layout_from_code, layout_to_code
+from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_choice
 from attnmesh.mesh.shapes import Shape, even_slice
@@ -156,15 +156,15 @@ class Problem:
 
     def to_code(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
-        layouts = *layout_to_code(self.layout), *layout_to_code(self.key_layout)
+        layouts = *self.layout.to_code(), *self.key_layout.to_code()
         lengths = self.length, self.key_length, len(self.shard_of_rank)
         return [*layouts, *lengths, *self.shard_of_rank, *self.mask.to_code()]
 
     @staticmethod
     def from_code(shape: Shape, code: Sequence[int]) -> "Problem":
         """Return the problem of a code from `to_code`."""
-        layout, code = layout_from_code(code)
-        key_layout, (length, key_length, count, *rest) = layout_from_code(code)
+        layout, code = Layout.from_code(code)
+        key_layout, (length, key_length, count, *rest) = Layout.from_code(code)
         return Problem(
             Mask.from_code(rest[count:]),
             shape,

@@ -56,7 +56,7 @@ def attention(
     distance_bias: Tensor | None = None,
     **sdpa_options: Any,
 ) -> Tensor:
-    """Return attention of this rank's queries over all keys. Keys are those of all ranks of the mesh. It has gradients.
+    """Return attention of this rank's queries over all keys. Keys are those of all ranks. The output has gradients.
 
     The result does not depend on the mesh, the layout or the exchange. Each rank passes its own shard, and gets the
     shard of the output. Dropout and other departures from exact softmax raise an error.
@@ -85,7 +85,8 @@ def attention(
         key_layout: Layout of the keys, if it is not that of the queries.
         key_length: Tokens of the keys' sequence, if it is another one.
         checked: None or True: ranks compare every call, on their CPUs, so that all raise the same error. False leaves
-            that out for calls with `length`, and graphs do; ranks whose calls differ then get wrong results or wait.
+            the comparison out for calls with `length`. A graph always leaves it out. Ranks whose calls differ then get
+            wrong results, or wait for each other.
         selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
             the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
             ranks travel. None for all keys.

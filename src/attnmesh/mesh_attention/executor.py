@@ -9,7 +9,8 @@ an exchange begins and when it is awaited:
 - `del` frees tensors before the next ones arrive: without it a frame would hold both.
 
 Queries travel along the keys axis, to the ranks that hold other keys for them; keys along the queries axis (see
-`mesh/axes.py`).
+`mesh/axes.py`). Tensors have the shapes of `HeadTensors`. Their tokens are a rank's own before a swap in and after a
+swap out, those of its chunk between these, and gathered ones in a kernel.
 """
 
 from collections import deque

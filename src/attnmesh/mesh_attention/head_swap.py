@@ -17,7 +17,9 @@ class HeadTensors(NamedTuple):
     """Tensors of tokens: those that have query heads, and those that have key heads."""
 
     query_tensors: Tensors
+    """(batch, heads, tokens, width) each, or without a width, as an lse."""
     key_tensors: Tensors = ()
+    """(batch, kv_heads, tokens, width) each. Latents have no heads: they are (batch, 1, tokens, width)."""
 
     def some_heads(self, heads: HeadSlices) -> "HeadTensors":
         """Return some of the heads, as views where these are not all."""

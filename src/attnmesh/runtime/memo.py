@@ -50,7 +50,8 @@ class TensorMemo:
     def __init__(self, max_bytes: int = MAX_TENSOR_BYTES) -> None:
         self.max_bytes, self.size = max_bytes, 0
         self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
-        self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live
+        self.watched = set[tuple[int, Hashable]]()
+        """Keys of tensors that live."""
         self.lock = RLock()  # a backward pass has a thread of its own
 
     def get_or_make(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:

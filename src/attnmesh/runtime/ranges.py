@@ -7,7 +7,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 is_profiled: Callable[[], bool] = _profiler_enabled
-"""Return True in a thread that a profiler observes. It is written in C."""
+"""Returns True in a thread that a profiler observes, without a call of Python."""
 
 ATTENTION, EXCHANGE, MERGE = "attnmesh: attention", "attnmesh: exchange", "attnmesh: merge"
 

@@ -24,9 +24,12 @@ class World:
     """The world of ranks that this process is in. A process that outlives it closes it and enters the next one."""
 
     def __init__(self) -> None:
-        self.deadline: float | None = None  # seconds; outlives the process groups
-        self.has_failed = False  # True once an exchange of this world has failed
-        self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
+        self.deadline: float | None = None
+        """Seconds that an exchange may take, in this world and later ones; None for the process groups' timeouts."""
+        self.has_failed = False
+        """True once an exchange of this world has failed."""
+        self.processes: dict[int, RankProcess] = {}
+        """Processes of ranks whose host is known."""
         self._releases: list[Callable[[], None]] = []
 
     @cached_property

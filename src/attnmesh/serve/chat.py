@@ -199,13 +199,10 @@ def _shows(processing_class: Any, options: dict[str, Any], role: str, shape: str
         before = {"assistant": [user], "tool": [user, CALLS | {"content": made("")}]}.get(role, [])
         message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
         messages = [*before, message, *([] if role == "user" else [user])]
-        try:
-            text = processing_class.apply_chat_template(messages, tokenize=False, **options)
-        except Exception:  # a template raises what it wants
-            continue
-        raises = False
-        if PROBE in text and not LISTED.search(text):
+        text = _renders(processing_class, messages, options)
+        if text is not None and PROBE in text and not LISTED.search(text):
             return True
+        raises = raises and text is None
     return None if raises else False
 
 

@@ -6,13 +6,12 @@ from collections.abc import Generator, Iterable
 from math import isfinite
 from typing import Any, NoReturn, TypeVar
 
+from attnmesh.serve.json_reader import DEPTH
+
 T = TypeVar("T")
 
 Reader = Generator[Any, None, T]
 """Result that a reader yields: None where it needs more text, else a part of an answer that is certain."""
-
-DEPTH = 64
-"""Lists and objects inside each other, at most, as in bodies of requests."""
 
 SPACE, WORD = re.compile(r"\s*"), re.compile(r"[\w.:/-]*", re.ASCII)
 BRACKET, QUOTE, PLAIN = re.compile(r'["{}\[\]]'), re.compile(r'["\\]'), re.compile(r"[-+.\w]*", re.ASCII)

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 from attnmesh.serve.answer_parts import AnswerPart
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.completion_objects import DONE, CompletionObjects, encode_json, event, usage_of
+from attnmesh.serve.rank_messages import AnswerEnded, RequestAccepted
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
+from attnmesh.serve.supervisor import Event, Supervisor
 from attnmesh.serve.text import Piece, SentToken, Text
 from attnmesh.serve.tool_formats import ContentText, ToolCall
 
@@ -72,7 +73,7 @@ class Reply:
             index, event = await self._events.get()
             if isinstance(event, Refused):
                 raise event
-            if isinstance(event, Accepted):
+            if isinstance(event, RequestAccepted):
                 waiting -= 1
             else:
                 self._early.append((index, event))
@@ -91,7 +92,7 @@ class Reply:
             piece = Piece("")
             reason = None
             match event:
-                case End():
+                case AnswerEnded():
                     piece = text.end()
                     reason = "stop" if text.stopped else event.reason
                 case SentToken():

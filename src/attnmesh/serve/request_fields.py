@@ -1,7 +1,4 @@
-"""The fields of requests: each is served, or accepted at a value that changes nothing, or refused with 400.
-
-`docs/serving.md` shows `table()` of these fields.
-"""
+"""The fields of requests: each is served, or accepted at a value that changes nothing, or refused with 400."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -39,6 +36,7 @@ class ServedField:
     expected: str
     default: Any = None
     note: str = ""
+    """What the table of `docs/serving.md` adds."""
 
     def read(self, name: str, value: Any) -> Any:
         """Return the value, or the default, or raise."""
@@ -49,13 +47,6 @@ class ServedField:
         if not self.fits(value):
             raise wrong_value(name, self.expected, value)
         return value
-
-    @property
-    def row(self) -> str:
-        """The text of a table."""
-        default = "required" if self.default is REQUIRED else f"by default {json.dumps(self.default)}"
-        default = "" if self.default is None else f"; {default}"
-        return f"served: {self.expected}{default}{'; ' if self.note else ''}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -71,14 +62,6 @@ class NeutralField:
             fix = "Leave it out."
             raise Refused(400, f"{name}: expected {known}, given {shown(value)}. {fix}", name, "unsupported_parameter")
         return value
-
-    @property
-    def row(self) -> str:
-        """The text of a table."""
-        values = [
-            json.dumps(neutral) for index, neutral in enumerate(self.neutral) if neutral not in self.neutral[:index]
-        ]
-        return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 
 REQUIRED = object()
@@ -368,9 +351,3 @@ def _check_together(fields: dict[str, Any]) -> None:
         raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
     if None not in (fields.get("max_tokens"), fields.get("max_completion_tokens")):
         raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
-
-
-def table(known_fields: RequestFields) -> str:
-    """Return the rows of a table in Markdown."""
-    rows = [f"| `{name}` | {field.row} |" for name, field in known_fields.items()]
-    return "\n".join(["| field | |", "|---|---|", *rows])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from attnmesh.errors import ArgumentError
 from attnmesh.serve.chat import EncodedPrompt
@@ -68,17 +68,8 @@ class RankWorld(Protocol):
         """End the ranks at once. With `again` others will be started."""
 
 
-class Accepted(NamedTuple):
-    """The engine has queued a request."""
-
-
-class End(NamedTuple):
-    """The last event of a request: "stop" or "length"."""
-
-    reason: str
-
-
-Event = Accepted | SentToken | End | Refused
+Event = RequestAccepted | SentToken | AnswerEnded | Refused
+"""An event of a request. The last one is its end, or its refusal."""
 
 
 @dataclass(eq=False)
@@ -418,7 +409,8 @@ class Supervisor:
         self.state = ServerState.STOPPING if self._is_stopping() else ServerState.READY
         for request in [*self.open.values()]:
             if len(request.sent) >= request.options["max_new_tokens"]:
-                self._drop(request, End("length"))  # the ranks were lost between its last token and its end
+                # The ranks were lost between its last token and its end.
+                self._drop(request, AnswerEnded(request.number, "length"))
         self._submit_next()
 
     def _advance(self, request: OpenRequest, message: OfRequest) -> None:
@@ -426,7 +418,7 @@ class Supervisor:
         match message:
             case RequestAccepted():
                 if not request.accepted:
-                    request.put(Accepted())
+                    request.put(message)
                 request.accepted = True
             case AnswerBegun(_, cached):
                 request.cached_tokens = max(request.cached_tokens, min(cached, len(request.prompt.ids)))
@@ -435,8 +427,8 @@ class Supervisor:
                 request.sent.append(id)
                 request.tokens_in_world = (request.tokens_in_world or 0) + 1
                 request.put(SentToken(id, logprob, tuple((other, value) for other, value in top)))
-            case AnswerEnded(_, reason):
-                self._drop(request, End(reason))
+            case AnswerEnded():
+                self._drop(request, message)
             case RequestRefused(_, status, text, code):
                 self._drop(request, Refused(status, text, None, code))
         if request.tokens_in_world == PROOF_TOKENS or request.number not in self.open:

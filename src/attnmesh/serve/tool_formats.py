@@ -184,7 +184,9 @@ def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
         name = yield from text.word()
         yield from text.take(deepseek("sep"))
         yield from text.space()
-        is_code = name == "function" and not (yield from starts(text, "{"))
+        start = text.at
+        is_code = name == "function" and not (yield from text.has("{"))
+        text.at = start
         if is_code:
             name = yield from text.word()
             yield from text.space()
@@ -205,14 +207,6 @@ def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
 def deepseek(name: str) -> str:
     """Return a mark of DeepSeek's."""
     return f"<{BAR}tool▁{name}{BAR}>"
-
-
-def starts(text: GrowingText, mark: str) -> Reader[bool]:
-    """Return whether the text goes on with a mark, which is not passed."""
-    start = text.at
-    follows = yield from text.has(mark)
-    text.at = start
-    return follows
 
 
 def read_kimi(text: GrowingText, _: Tools) -> Reader[None]:
@@ -307,7 +301,6 @@ def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     end, quote = QUOTES[(yield from text.take(*QUOTES))]
     yield from text.take("call:")
     name = yield from text.word()
-    yield from starts(text, "{")
     inside = (yield from text.until(end)).split(quote)
     parts = [json.dumps(part, ensure_ascii=False) if place % 2 else part for place, part in enumerate(inside)]
     parts[::2] = [NAMED.sub(r'\1"\2":', part) for part in parts[::2]]
@@ -362,9 +355,9 @@ class ToolFormat:
     """The format also has marks of content, and of what a model thinks."""
 
 
-def between(read: Callable[..., Reader[None]], begin: str, end: str, in_template: str = "") -> ToolFormat:
+def between(read: Callable[..., Reader[None]], begin: str, end: str) -> ToolFormat:
     """Return a format whose calls stand between two marks."""
-    return ToolFormat((begin,), partial(read, begin, end), (in_template or begin,))
+    return ToolFormat((begin,), partial(read, begin, end), (begin,))
 
 
 def invokes(begin: str, end: str, space: str) -> ToolFormat:

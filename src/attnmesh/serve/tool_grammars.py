@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema_limits import DEFINITIONS
-from attnmesh.serve.tool_formats import flat, types_of
+from attnmesh.serve.tool_formats import DSML, deepseek, flat, types_of
 
 SPACE = r"(?: |\n[ \t]{0,32})"
 """Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
@@ -65,10 +65,9 @@ def list_between(begin: str, end: str, *, in_template: str = "") -> CallShape:
     return CallShape(NAMED, begin=f"{begin}[", join=", ", end=f"]{end}", in_template=in_template)
 
 
-BAR, DSML = "\uff5c", "\uff5cDSML\uff5c"
-SEP = f"<{BAR}tool▁sep{BAR}>"
-SECTION_MARKS = (f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>")
-CALL_MARKS = (f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>")
+SEP = deepseek("sep")
+SECTION_MARKS = (deepseek("calls▁begin"), deepseek("calls▁end"))
+CALL_MARKS = (deepseek("call▁begin"), deepseek("call▁end"))
 
 SHAPES: dict[str, tuple[CallShape, ...]] = {
     "harmony": (

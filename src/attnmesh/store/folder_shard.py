@@ -70,8 +70,10 @@ class FolderShard(OrderedShard):
         self.opened_in: object = None
         """The folder, whose lock and journals live as long as its shards."""
         self.journal = files.journal()
-        self.chains = [0]  # digests that chain the checksums of the first pieces
-        self.digest = c_int64()  # of the rows of the last native call
+        self.chains = [0]
+        """Digests that chain the checksums of the first pieces."""
+        self.digest = c_int64()
+        """Digest of the rows of the last native call."""
         super().__init__(config, heads_axis, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
 
     @property

@@ -24,8 +24,10 @@ from attnmesh.store.locks import lock_for_cache
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
 
 RECORD = struct.Struct("8q")
-"""Fields of a record, their digest with the journal's key, and two zeros. Its size divides a page, so that none is
-written in part when a process is killed. `cache.cpp` writes it, too."""
+"""Fields of a record, their digest with the journal's key, and two zeros. `cache.cpp` writes records too.
+
+Their size divides a page, so that none is written in part when a process is killed.
+"""
 
 RECORD_BYTES = RECORD.size
 

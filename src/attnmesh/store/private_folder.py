@@ -18,7 +18,8 @@ OTHERS_WRITE = S_IWGRP | S_IWOTH
 def make_folders(folder: Path) -> None:
     """Make a folder if it is missing, and those that it is in, each for its owner alone."""
     for path in (*reversed(folder.parents), folder):
-        path.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        if not path.is_dir():
+            path.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)  # it may have been made meanwhile
 
 
 def check_private(subject: str, folder: Path) -> None:

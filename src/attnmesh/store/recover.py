@@ -277,7 +277,7 @@ def _check_alike(
             "ranks whose sizes differ",
             one_model,
         ),
-        (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differ", one_model),
+        (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differs", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (

@@ -28,7 +28,8 @@ class TokenIds:
         self.path = folder / "tokens.ids"
         self.journal = Journal(folder / "tokens.journal", f"{folder.name} tokens")
         self.written: Tensor | None = None
-        self.is_open = False  # True once this process writes
+        self.is_open = False
+        """True once this process writes."""
 
     def read(self, batch: int) -> Tensor | None:
         """Return the ids. Raise unless they are as they were written."""

@@ -34,13 +34,13 @@ from attnmesh.hf.family import (
     known_subclassed,
     recurrences,
 )
-from attnmesh.hf.pins import FIELDS, ModuleSource, check_family
+from attnmesh.hf.pins import ModuleSource, check_family
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.models.families import SIZES
 from tests.support.models.tiny_models import Case, tiny_config
 from tools.rooms import FILES
-from tools.upstream_records import PAGE, configurations, differences, page, source_of_type
+from tools.upstream_records import FIELDS, PAGE, configurations, differences, page, source_of_type
 from tools.versions import ROOT
 
 INSTALLED, REQUIREMENT = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.requirement

@@ -3,12 +3,12 @@
 from typing import Any
 
 from attnmesh.hf.serving.cache_memory import CacheMemory
-from attnmesh.hf.serving.guesses import NoGuesses
+from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.step_plan import StepPlan
 from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, request
 
 
-class Releasing(NoGuesses):
+class Releasing(Guesser):
     """Has a cache of its own, which it gives back once."""
 
     def __init__(self, worker: FakeWorker, cache_id: int) -> None:
@@ -22,7 +22,7 @@ class Releasing(NoGuesses):
 def memory_of(*tokens: int, limit: int = 100) -> CacheMemory:
     """Return a memory in which caches of so many tokens are kept."""
     worker: Any = FakeWorker()
-    memory = CacheMemory(worker, limit, NoGuesses())
+    memory = CacheMemory(worker, limit, Guesser())
     for cache_id, count in enumerate(tokens):
         worker.hold(cache_id, range(count))
         memory.kept_caches.keep(request([1]), snapshot=cache_id)

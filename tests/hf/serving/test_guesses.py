@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +9,8 @@ import pytest
 import torch
 
 import attnmesh.hf as hf
-from attnmesh.errors import InputError
-from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LATER, SOON, StepTimes
-from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
@@ -184,69 +179,7 @@ def test_caches_with_guesses_never_take_more_than_their_memory(ranks: int, pool:
     pool.run(ranks, check_memory_of_guesses, ranks)
 
 
-# --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        (
-            "qwen3_next",
-            {},
-            "expected a model whose caches take tokens back, given one with recurrent layers",
-        ),
-        ("llama", {"reproducible": True}, "Engine speculate: expected no reproducible=True beside it"),
-        ("llama", {"speculate": "ngram:65"}, "Engine speculate: expected ngram, or ngram:N with N from 1 to 64"),
-        ("llama", {"speculate": "tree"}, "expected ngram, or ngram:N with N from 1 to 64, given 'tree'"),
-        ("llama", {"speculate": 8}, "expected ngram, or ngram:N with N from 1 to 64, given 8"),
-    ],
-)
-def test_what_cannot_guess_is_refused_by_name(name: str, options: dict[str, Any], expected: str) -> None:
-    model = build(Case(name, name), "attnmesh", torch.float32)
-    with pytest.raises(InputError, match=expected):
-        Engine(model, None, **{"speculate": "ngram", **options})
-
-
-# --- guesses ---
-
-
-def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
-    text = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert text.find_next(4) == [4, 5, 6, 1]
-    text.add([4, 9])
-    assert text.find_next(4) == []
-    text.add([1, 2, 3])
-    assert (text.find_next(9), text.answered) == ([4, 9, 1, 2, 3, 4, 9, 1, 2], 5)  # the last place counts, and repeats
-    assert text.find_next(0) == []
-
-
-@pytest.mark.parametrize("tokens", [[], [7], [7, 7], [7, 7, 7], [256, 1, 0, 65536, 256, 1]])
-def test_few_tokens_give_no_guess(tokens: list[int]) -> None:
-    assert RowText(tokens).find_next(4) == []
-
-
-def test_a_place_is_found_between_tokens_alone() -> None:
-    """Bytes of tokens may be found within others."""
-    assert RowText([0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]).find_next(2) == [1 << 8, 1 << 8]
-
-
-def test_random_texts_are_looked_up_as_lists_are() -> None:
-    random = Random(3)
-    for _ in range(300):
-        text = [random.choice([0, 1, 256, 65536, 1 << 24]) for _ in range(random.randint(3, 40))]
-        places = [place for place in range(len(text) - 3) if text[place : place + 3] == text[-3:]]
-        after = text[places[-1] + 3 :] if places else []
-        assert RowText(text).find_next(6) == [after[number % len(after)] for number in range(6 if places else 0)]
-
-
-def test_guesses_that_nobody_checked_are_compared() -> None:
-    new, row = RowGuesses(), RowGuesses(tokens=[4, 5, 6, 1])
-    row.compare([4, 9])
-    accepted, proposed = DECAY * new.accepted + 1, DECAY * new.proposed + 2  # 4 was right, of two that were compared
-    assert (row.tokens, row.accepted, row.proposed) == ([], accepted, proposed)
-    row.tokens = [9, 9]
-    row.compare([4, 9, 9, 9, 9])
-    assert (row.accepted, row.proposed) == pytest.approx((DECAY * accepted + 2, DECAY * proposed + 2))
+# --- the times of steps ---
 
 
 def measured_times(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
@@ -338,18 +271,3 @@ def test_trials_take_a_small_share_and_find_when_guesses_pay() -> None:
     after, counts = lost_share(times, 600, 0.03)
     assert after < 0.03  # the first steps still guess, as that has paid
     assert not any(counts[8:11])
-
-
-def test_a_rate_follows_an_answer() -> None:
-    row, text, answer = RowGuesses(), RowText([*range(20)]), list[int]()
-
-    def follows(*tokens: int) -> float:
-        for token in tokens:
-            answer.append(token)
-            text.add([token])
-            row.compare(answer)
-            row.tokens = text.find_next(4)
-        return row.acceptance_rate
-
-    assert follows(9, 9, 9, *range(8)) > 0.7
-    assert follows(1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8) < 0.7

@@ -10,8 +10,8 @@ from attnmesh.hf.serving.cache_memory import CacheMemory
 from attnmesh.hf.serving.chunk_pace import ChunkPace
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import NoStore
-from attnmesh.hf.serving.guesses import NoGuesses
-from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start, StepResults
+from attnmesh.hf.serving.guesses import Guesser
+from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
@@ -26,7 +26,7 @@ class Queue:
     def __init__(self, *, limit: int = 10**6, max_rows: int = 8, crops_anywhere: bool = True) -> None:
         self.worker: Any = FakeWorker(crops_anywhere=crops_anywhere)
         self.requests = ServedRequests()
-        self.memory = CacheMemory(self.worker, limit, NoGuesses())
+        self.memory = CacheMemory(self.worker, limit, Guesser())
         footprint: Any = FakeFootprint()
         self.memory.footprint = footprint
         self.prompts = PromptQueue(self.worker, self.requests, self.memory, NoStore(), max_rows)
@@ -39,10 +39,9 @@ class Queue:
 
     def step(self) -> list[Operation]:
         """Plan and run a step. Return its operations."""
-        step, results = StepPlan(), StepResults()
+        step = StepPlan()
         operations = self.prompts.plan(step, self.pace)
-        for operation in operations:
-            operation.run(self.worker, results)
+        results = self.worker.run(operations)
         if step.starting is not None:
             step.starting.computed_tokens = results.cached_tokens or 0
         if step.computing is not None:

@@ -4,10 +4,13 @@ import inspect
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
 import torch
 
 import attnmesh.hf as hf
+from attnmesh.errors import KernelError
 from attnmesh.hf.cache.settings import CacheSettings
+from attnmesh.hf.cache.sharded_cache import LONG_BLOCK
 from attnmesh.hf.serving.rows_cache import RowsCache
 from tests.support.serving.engines import ids, model_of
 
@@ -61,3 +64,22 @@ def test_rows_of_a_step_share_what_the_step_computes_with() -> None:
     settings = hf.ShardedCache(model_of("llama").config).settings
     shared = [name for name in OPTIONS if settings.difference_of_rows(replace(settings, **{name: "another"})) == name]
     assert shared == ["merge", "output", "reproducible", "kernel", "checked", "storage", "window_storage"]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_set_when_a_cache_is_made_and_not_later(name: str) -> None:
+    config = model_of("llama").config
+    cache = hf.ShardedCache(config)
+    value = VALUES.get(name)
+    with pytest.raises(KernelError, match=f"ShardedCache {name}: .* Fix: make a new cache with {name}=") as caught:
+        setattr(cache, name, value)
+    assert getattr(cache, name) == getattr(hf.ShardedCache(config), name)
+    fix = str(caught.value).removesuffix(".").partition("Fix: make a new cache with ")[2]
+    made = eval(f"hf.ShardedCache(config, {fix})", {"hf": hf, "config": config})
+    assert getattr(made, name) == getattr(made.settings, name) == value
+
+
+def test_what_a_cache_settles_itself_does_not_open_its_options() -> None:
+    cache = hf.ShardedCache(model_of("llama").config)
+    cache.choose_block(10**6)
+    assert cache.block == cache.settings.block == LONG_BLOCK

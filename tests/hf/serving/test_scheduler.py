@@ -28,11 +28,9 @@ class Steps:
 
     def step(self) -> list[str]:
         """Run a step. Return the names of its operations."""
-        step, results = self.scheduler.plan(), StepResults()
+        step = self.scheduler.plan()
         self.scheduler.take_reports([RankReport(self.worker.nbytes)])
-        for operation in step.operations:
-            operation.run(self.worker, results)
-        self.scheduler.take(step, results)
+        self.scheduler.take(step, self.worker.run(step.operations))
         return [operation.name for operation in step.operations]
 
     def run(self) -> list[list[str]]:

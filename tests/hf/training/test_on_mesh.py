@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, Trainer
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.refusals.cases.trainers import nothing, train
 from tests.refusals.refusal import Place
-from tests.refusals.trainers import nothing, train
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 

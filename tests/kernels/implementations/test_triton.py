@@ -14,12 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
-from attnmesh.comm import peer_memory
-from attnmesh.comm.message import MessageForm
-from attnmesh.comm.mismatch import MODULUS, checksum_of
-from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.decoding.step_arguments import StepInputs, StepSpec
@@ -41,15 +36,9 @@ from tests.support.truth.problems import draw, selection
 from tests.support.truth.seeds import seeds
 from tests.support.truth.tolerances import FLOAT32
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not triton_runtime.installed():
-        assert not os.environ.get("CI"), "install Triton: make sets it up"
-        pytest.skip("Triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 SLOW = {0, 2, 14}
@@ -126,14 +115,14 @@ class NoHostReads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize(
-    "mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60]), am.Causal() & am.Chunks(30)]
-)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("reproducible", [False, True])
+STEP_MASKS = (am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60]), am.Causal() & am.Chunks(30))
+STEPS = [(mask, False, reproducible) for mask in STEP_MASKS for reproducible in (False, True)]
+STEPS += [(mask, True, False) for mask in STEP_MASKS if not mask.ends]
+"""Masks, and which steps are padded or reproducible: a padded step is neither reproducible nor of documents."""
+
+
+@pytest.mark.parametrize(("mask", "padded", "reproducible"), STEPS)
 def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproducible: bool) -> None:
-    if padded and (mask.ends or reproducible):
-        return
     cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=8, capacity=150, dtype=torch.float32)
     real = torch.rand(2, 100) < 0.7 if padded else None
     cache.append(*torch.randn(2, 2, 2, 100, 8).unbind(), token_mask=real)
@@ -145,65 +134,6 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     with NoHostReads():
         given, _ = new_prepared_step(q, held, spec, ()).compute(StepInputs(q, (), sinks), [held])
     assert torch.equal(given, expected)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of what an earlier step left in a box
-@pytest.mark.parametrize("seed", seeds(10, 100))
-def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process plays all ranks: each sends its message to all, then each receives."""
-    monkeypatch.setattr(peer_memory, "FLAGS", 3)
-    monkeypatch.setattr(peer_memory, "BOX_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(peer_memory, "MAX_POLLS", 3)
-    random = Random(seed)
-    torch.manual_seed(seed)
-    ranks = random.choice((2, 2, 3, 5))
-    memories = [torch.zeros(peer_memory.memory_size(ranks)) for _ in range(ranks)]
-    addresses = torch.tensor([x.data_ptr() for x in memories])
-    everyone = [peer_memory.PeerMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
-    for _ in range(random.choice((1, 2, 3))):
-        shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
-        partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))
-        blind = torch.rand(partials.lse.shape) < 0.3
-        partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
-        fault = random.choice(("none", "none", "none", "another call", "empty message", "no message"))
-        form = MessageForm(shape, torch.float32, torch.float32)
-        for rank, (out, lse) in enumerate(zip(*partials, strict=True)):
-            last = rank == ranks - 1
-            number = 18.0 if last and fault == "another call" else 17.0
-            if last and fault == "empty message":
-                none = MessageForm((1, 0, 0, 1), torch.float32, torch.float32)
-                inf = torch.full((2,), torch.inf)
-                message = none.pack(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
-                everyone[rank].merge(message, none.shape, take=False)
-            elif last and fault == "no message":
-                everyone[rank].steps.add_(1)
-            else:
-                checksum = torch.tensor([number, -number])
-                everyone[rank].merge(form.pack(checksum, Partial(out, lse)), shape, take=False)
-        exact = merge_stack(Partial(*(x.double() for x in partials)))
-        for rank in range(ranks):
-            if rank == ranks - 1 and fault.endswith("message"):
-                continue
-            checksum, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
-            if fault != "none":
-                assert out.isnan().all()
-                continue
-            assert checksum.tolist() == [17.0, -17.0]
-            assert torch.allclose(out.double(), exact.out, atol=2 * FLOAT32)
-            assert torch.allclose(lse.double(), exact.lse, rtol=FLOAT32)
-
-
-@pytest.mark.parametrize("seed", seeds(15, 100))
-def test_checksums_of_random_calls_agree_with_pytorch(seed: int) -> None:
-    random = Random(seed)
-    torch.manual_seed(seed)
-    tensors = [
-        torch.randn(random.randint(1, 3000), dtype=random.choice((*DTYPES, torch.float64)))
-        for _ in range(random.choice((1, 2)))
-    ]
-    call, device_counts, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
-    expected = checksum_of(sum(map(digest, tensors), start=call + device_counts[0]), into)
-    assert torch.equal(merging.launch_checksum(tensors, call, device_counts, MODULUS, into), expected)
 
 
 @pytest.mark.parametrize("seed", seeds(16, 40))
@@ -232,38 +162,6 @@ def test_a_step_over_many_keys_is_split() -> None:
     assert splits > 1
     whole = am.attend(q, k, v, kernel="triton")
     assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=FLOAT32)
-
-
-@pytest.mark.parametrize("seed", seeds(15, 100))
-def test_random_merges_agree_with_float64(seed: int) -> None:
-    """In tensors of their own or packed in messages that are longer than they are, with sinks and checksums or not."""
-    random = Random(seed)
-    torch.manual_seed(seed)
-    shape = random.choice((1, 2, 3, 8, 17)), random.choice((1, 3)), random.choice((1, 4)), random.choice((1, 5, 33))
-    partials = Partial(torch.randn(*shape, random.choice((8, 64, 80))), 30 * torch.randn(shape))
-    blind = torch.rand(shape) < 0.3
-    partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
-    sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
-    exact = with_sinks(merge_stack(Partial(*(x.double() for x in partials))), sinks)
-    if random.random() < 0.5:
-        form = MessageForm(tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16)))
-        agreed = random.random() < 0.7
-        numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
-        rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
-        for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
-            row[: form.size] = form.pack(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.partial_views(form.merge_to_message(rows[:, : form.size]))
-        assert checksum.tolist() == [max(numbers), -min(numbers)]
-        if min(numbers) < max(numbers):
-            assert whole.out.isnan().all()
-            return
-        given, sinks, exact = whole, None, merge_stack(Partial(*(x.double() for x in partials)))
-        rounding = 2**-8 if form.out_dtype == torch.bfloat16 else 1e-6
-    else:
-        given, rounding = merging.merge_stack_on_device(partials, sinks=sinks), 1e-6
-    largest = partials.out.abs().max().item()
-    assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
-    assert torch.allclose(given.lse.double(), exact.lse, rtol=FLOAT32)
 
 
 def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are() -> None:

@@ -12,6 +12,7 @@ from numbers import Number
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 
@@ -180,3 +181,12 @@ def interpreting(kernel: str) -> Iterator[None]:
             yield
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's programs run in its interpreter, or the test is skipped."""
+    if find_spec("triton") is None:
+        assert not os.environ.get("CI"), "install Triton: make sets it up"
+        pytest.skip("Triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -9,6 +9,7 @@ from torch.nn.functional import one_hot
 
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.operations import Start
+from attnmesh.hf.serving.rank_worker import RankWorker
 
 VOCABULARY = 1000
 
@@ -40,6 +41,7 @@ class FakeWorker:
     is_recurrent = False
     recomputes_by_token = False
     scale = 1.0
+    run = RankWorker.run
 
     def __init__(self, *, crops_anywhere: bool = True) -> None:
         self.caches: dict[int, FakeCache] = {}

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from attnmesh.cache.cache import KVCache
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift, shift_of
 
 
@@ -52,3 +55,21 @@ class HeldTokens(NamedTuple):
         """Return what holds on all ranks, from the numbers of each."""
         shortest, named, lowest, is_interrupted = zip(*numbers_by_rank, strict=True)
         return cls(min(shortest), min(named), max(lowest), max(is_interrupted))
+
+
+def gathered_ids(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
+    """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
+
+    Ranks may differ by the newest token, so the ids are cut to the shortest.
+    """
+    own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv.config.batch:
+        own_ids = tokens
+    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.rank_mesh.axes)]
+    length = min((n for n in lengths if n), default=0)
+    if not length or length < kv.length:
+        return None
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
+    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.rank_mesh.axes)
+    ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
+    return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.cache.make_shards import FolderLayer
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
@@ -151,7 +152,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
         options |= {"dtype": new.dtype, "device": new.device, "block": settings.block}
         options |= {"checked": settings.checked, "copies": settings.copies, "shares": settings.shares}
-        options["folder"] = self.cache.folder_of(self)
+        if (folder := self.cache.folder) is not None:
+            options["folder"] = FolderLayer(folder, self.cache.attention_layers.index(self))
         return KVCache(self.cache.mesh, **options)
 
     def _grow_if_full(self, kv_cache: KVCache, keys: int) -> KVCache:

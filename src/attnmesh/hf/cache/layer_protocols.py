@@ -8,9 +8,8 @@ from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.make_shards import FolderLayer
+from attnmesh.cache.make_shards import OpenFolder
 from attnmesh.hf.cache.settings import CacheSettings
-from attnmesh.hf.transformers_names import CacheLayerMixin
 from attnmesh.kernels.padding import Padding
 
 
@@ -23,14 +22,19 @@ class LayersCache(Protocol):
     stock_window: int | None
 
     @property
+    def folder(self) -> OpenFolder | None:
+        """The open folder in which the keys and values are; None if they are in memory."""
+
+    @property
+    def attention_layers(self) -> list[Any]:
+        """Layers that hold keys and values."""
+
+    @property
     def head_ranks(self) -> int:
         """Ranks that split the heads of an output."""
 
     def attend(self, q: Tensor, kv_cache: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache."""
-
-    def folder_of(self, layer: CacheLayerMixin) -> FolderLayer | None:
-        """Return a layer with its folder; None without a folder."""
 
 
 class StepCache(Protocol):

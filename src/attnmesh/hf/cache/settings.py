@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shares import checked_shares
+from attnmesh.store.kv_folder import KVFolder
 
 ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "keep", "shares", "folder", "hot"))
 """Options in which rows of one step may differ."""
@@ -34,7 +36,10 @@ ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Options of a `ShardedCache`: its arguments beside the model and the mesh."""
+    """Options of a `ShardedCache`: its arguments beside the model and the mesh, as given.
+
+    `ShardedCache.settings` are those in use. `settled_option` makes each an attribute of the cache.
+    """
 
     capacity: int | None
     block: int | None
@@ -50,7 +55,9 @@ class CacheSettings:
     storage: str | None
     window_storage: str | None
     shares: Sequence[float] | str | None
-    folder: str | Path | None
+    """In use, the ratios of the tokens of each rank; None for even shares."""
+    folder: str | Path | KVFolder | None
+    """In use, the open folder."""
     hot: int | None
 
     def difference_of_rows(self, other: "CacheSettings") -> str | None:
@@ -119,6 +126,19 @@ class CacheSettings:
         if self.reproducible:
             is_even = self.shares is None or (shares is not None and len({*shares}) == 1)
             check_even_shares("ShardedCache reproducible", self.shares, even=is_even)
+
+
+def settled_option(name: str) -> property:
+    """Return an attribute of a cache that reads an option of its `settings`, and raises if it is set.
+
+    Layers read the options: one that was set on the cache alone would not reach them.
+    """
+
+    def refuse(_: Any, value: object) -> None:
+        fix = f"make a new cache with {name}={value!r}"
+        raise KernelError(f"ShardedCache {name}", "options of a new cache", f"cache.{name} = {value!r}", fix)
+
+    return property(attrgetter(f"settings.{name}"), refuse)
 
 
 def _check_plain(config: PreTrainedConfig, subject: str, fix: str) -> None:

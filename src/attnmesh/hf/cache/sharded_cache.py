@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache, check_order
-from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.folder_layers import FolderLayers
-from attnmesh.hf.cache.history import CacheHistory, HeldTokens
+from attnmesh.hf.cache.folder_layers import open_layers
+from attnmesh.hf.cache.history import CacheHistory, HeldTokens, gathered_ids
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import agreed_rank_shares, prompt_layout
 from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
+from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.recover import recover
@@ -35,7 +35,7 @@ ROUNDS = 6
 """Rounds of blocks in a long prompt, at least: ranks differ by less than a sixth of their tokens."""
 
 
-class ShardedCache(FolderLayers):
+class ShardedCache(StoredLayers):
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
     Every rank holds a share of the tokens and makes the same calls.
@@ -75,23 +75,6 @@ class ShardedCache(FolderLayers):
     >>> cache.get_seq_length(), len(cache)
     (0, 2)
     """
-
-    capacity: int | None
-    block: int
-    merge: str
-    output: str
-    reproducible: bool
-    kernel: str
-    exchange: str
-    checked: bool | None
-    copies: int
-    windows: bool
-    keep: int
-    storage: str | None
-    window_storage: str | None
-    shares: tuple[float, ...] | None
-    """Ratios of the tokens of each rank; None for even shares."""
-    hot: int | None
 
     def __init__(
         self,
@@ -144,12 +127,14 @@ class ShardedCache(FolderLayers):
         tokens = None if capacity is None else int(capacity)
         rank_shares = agreed_rank_shares(config, mesh, shares, tokens, storage)
         in_windows = windows and folder is None
-        self._use(replace(given, capacity=tokens, block=int(block or BLOCK), windows=in_windows, shares=rank_shares))
+        in_use = replace(given, capacity=tokens, block=int(block or BLOCK), windows=in_windows, shares=rank_shares)
+        self.settings = replace(in_use, folder=None)
         self.history = CacheHistory()
-        self._length = 0  # of models without attention, which count no tokens
+        self._length = 0
+        """Tokens of a model without attention, whose layers count none."""
         super().__init__(layers=make_layers(self.config, self))
         if folder is not None:
-            self.open_folder(folder)
+            open_layers(self, folder)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -173,7 +158,7 @@ class ShardedCache(FolderLayers):
     @property
     def head_ranks(self) -> int:
         """Ranks that split the heads of an output; 1 if each rank gets those of its queries."""
-        return self.ranks if self.output == "heads" else 1
+        return self.ranks if self.settings.output == "heads" else 1
 
     @property
     def layout(self) -> Striped:
@@ -189,7 +174,7 @@ class ShardedCache(FolderLayers):
         """Choose the block, if it was not given, by the length of the first prompt."""
         if self.block_is_free and not self.kv_caches:
             block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
-            self._use(replace(self.settings, block=block))
+            self.settings = replace(self.settings, block=block)
 
     def set_length(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
@@ -198,7 +183,7 @@ class ShardedCache(FolderLayers):
     def attend(self, q: Tensor, kv_cache: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
 
-        `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
+        `options` are the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
         return decode(q, kv_cache, **self.decode_options(q), **options)
 
@@ -209,8 +194,9 @@ class ShardedCache(FolderLayers):
             if q.shape[1] != heads:
                 fix = 'shard the model by tensor_parallel(output="heads")'
                 raise ShapeError('ShardedCache output="heads"', f"queries of all {heads} heads", f"{q.shape[1]}", fix)
-        options = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
-        return {**options, "reproducible": self.reproducible}
+        settings = self.settings
+        options = {"merge": settings.merge, "output": settings.output, "kernel": settings.kernel}
+        return {**options, "reproducible": settings.reproducible}
 
     @property
     def held(self) -> int:
@@ -249,10 +235,16 @@ class ShardedCache(FolderLayers):
         if held.shortest < held.lowest or not held.shortest:
             self.reset()
             return
+        self._go_back(held.shortest, held.named)
+        self.history.lowest = held.lowest
+
+    def _go_back(self, length: int, named: int) -> None:
+        """Keep the first `length` tokens of all layers, and the first `named` ids, after an error."""
         for kv_cache in self.kv_caches:
-            kv_cache.truncate(held.shortest)
-        self.tokens = None if self.tokens is None else self.tokens[:, : held.named]
-        self.history.is_consistent, self.history.lowest = True, held.lowest
+            kv_cache.truncate(length)
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, :named]
+        self.history.is_consistent = True
 
     @property
     def length_before_step(self) -> int:
@@ -279,12 +271,9 @@ class ShardedCache(FolderLayers):
     def take_back_step(self) -> None:
         """Remove the tokens of an interrupted step of rows. Every rank calls it."""
         length = self.history.rollback_length
-        if length is None:
-            return
-        for kv_cache in self.kv_caches:
-            kv_cache.truncate(length)
-        self.tokens = None if self.tokens is None else self.tokens[:, :length]
-        self.history.is_consistent, self.history.rollback_length = True, None
+        if length is not None:
+            self._go_back(length, length)
+            self.history.rollback_length = None
 
     @property
     def crops_anywhere(self) -> bool:
@@ -369,7 +358,7 @@ class ShardedCache(FolderLayers):
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
                     layer.map_kv_caches(KVCache.fork)
-                self.folder = None  # the new tokens are in memory
+                self.settings = replace(self.settings, folder=None)  # the new tokens are in memory
             self.reorder_cache(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -416,10 +405,9 @@ class ShardedCache(FolderLayers):
         kv_caches, tokens = ([], None) if cache is None else (cache.kv_caches, cache.tokens)
         # A prefill that is interrupted in its first chunk leaves layers without a cache.
         is_complete = len(kv_caches) == recovered.num_kv_caches
-        recovered._set_kv_caches(
-            recover(kv_caches if is_complete else None, mesh, device=device, **recovered._kv_cache_options)
-        )
-        found_tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
+        options = recovered._kv_cache_options
+        recovered.set_kv_caches(recover(kv_caches if is_complete else None, mesh, device=device, **options))
+        found_tokens = gathered_ids(tokens, recovered.attention_layers[0].cached)
         recovered.history = CacheHistory.of(found_tokens, config)
         return recovered
 
@@ -443,7 +431,8 @@ class ShardedCache(FolderLayers):
     def _copy(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
-        copied.__dict__ = {**self.__dict__, "layers": [], "folder": None, "history": copy(self.history)}
+        settings = replace(self.settings, folder=None)
+        copied.__dict__ = {**self.__dict__, "layers": [], "settings": settings, "history": copy(self.history)}
         for layer in self.layers:
             layer_copy = copy(layer)
             if isinstance(layer, ShardedLayer):
@@ -471,21 +460,3 @@ def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     if len(cache.layers) != layers:
         given = f"one of {len(cache.layers)} layers"
         raise KernelError(subject, f"a cache of {layers} layers", given, "pass the config of its model")
-
-
-def _gather_tokens(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:
-    """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
-
-    Ranks may differ by the newest token, so the ids are cut to the shortest.
-    """
-    own_ids = torch.zeros(kv_cache.config.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv_cache.config.batch:
-        own_ids = tokens
-    lengths = [numbers[0] for numbers in dist_all_gather_ints([own_ids.shape[1]], kv_cache.rank_mesh.axes)]
-    length = min((size for size in lengths if size), default=0)
-    if not length or length < kv_cache.length:
-        return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv_cache.config.batch, length)
-    ids_by_rank = dist_all_gather_ints(own_ids.flatten().tolist(), kv_cache.rank_mesh.axes)
-    ids = next(rank_ids for rank_ids, size in zip(ids_by_rank, lengths, strict=True) if size)
-    return torch.tensor(ids, device="cpu").view(kv_cache.config.batch, length).to(kv_cache.device)

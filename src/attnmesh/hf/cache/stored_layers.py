@@ -1,7 +1,7 @@
 """Layers of a cache that are saved in a folder: keys and values in shares, recurrent states whole."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
-from attnmesh.hf.cache.settings import CacheSettings
+from attnmesh.hf.cache.settings import CacheSettings, settled_option
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.models import has_windows
@@ -31,19 +31,34 @@ STATES = "recurrent."
 
 
 class StoredLayers(Cache):  # type: ignore[misc]
-    """Layers of a `ShardedCache`, and how they go to a folder and back."""
+    """Layers of a `ShardedCache` with the ids of their tokens, and how both go to a folder and back."""
 
     config: PreTrainedConfig
     mesh: DeviceMesh | None
     settings: CacheSettings
-    """Options in use. `folder` is as given."""
-    tokens: Tensor | None
+    """Options in use. Each is an attribute of the cache too, which cannot be set."""
     history: CacheHistory
 
-    def _use(self, settings: CacheSettings) -> None:
-        """Use these options. Each but `folder`, an open one, is an attribute of the cache, too."""
-        self.settings = settings
-        self.__dict__ |= {name: value for name, value in vars(settings).items() if name != "folder"}
+    @property
+    def tokens(self) -> Tensor | None:
+        """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens.
+
+        After an interrupted generation, the ids to continue from. None if the tokens were not cached by
+        `attnmesh.hf.generate`. A folder has them, too.
+        """
+        return self.history.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor | None) -> None:
+        previous, self.history.tokens = self.history.tokens, tokens
+        ids = previous[:, :0] if tokens is None and previous is not None else tokens
+        if self.folder is not None and ids is not None:
+            try:
+                self.folder.write_ids(ids)
+            except StoreError as error:
+                device = next((kv_cache.device for kv_cache in self.kv_caches), torch.device("cpu"))
+                guard = CallGuard(RankMesh.of(self.mesh), device, self.settings.checked)
+                guard.raise_uncompared("ShardedCache tokens", error)
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -155,6 +170,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: The folder has no complete save of a cache of this model, or ranks differ.
         """
+        if self.folder is not None:
+            fix = "open the folder that was saved, or restore into hf.ShardedCache(config, mesh)"
+            raise KernelError("restore", "a cache in memory", "one in a folder", fix)
         options = self._kv_cache_options
         capacity = self.settings.capacity if capacity is None else capacity
         del options["capacity"]
@@ -163,11 +181,11 @@ class StoredLayers(Cache):  # type: ignore[misc]
         names = [name for name in extra_tensors if name.startswith(STATES)]
         states = {name.removeprefix(STATES): extra_tensors.pop(name).to(kv_caches[0].device) for name in names}
         self._check_states(states, path)
-        self._set_kv_caches(kv_caches)
+        self.set_kv_caches(kv_caches)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
         self.set_states(states)
-        self._use(replace(self.settings, capacity=capacity))
+        self.settings = replace(self.settings, capacity=capacity)
         self.history = CacheHistory.of(extra_tensors.pop("held", None), self.config)
         return extra_tensors, note
 
@@ -195,9 +213,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """Make the empty caches of all layers, with space for `tokens` tokens, to be filled. Every rank calls it."""
         capacity = growth_capacity(tokens) if self.settings.capacity is None else self.settings.capacity
         options = {**self._kv_cache_options, "capacity": capacity, "block": self.settings.block, "device": device}
-        kv_caches = [KVCache(self.mesh, **{**cache_config.arguments(), **options}) for cache_config in layers]
+        kv_caches = [KVCache(self.mesh, **{**kv_config.arguments(), **options}) for kv_config in layers]
         if kv_caches:
-            self._set_kv_caches(kv_caches)
+            self.set_kv_caches(kv_caches)
         return kv_caches
 
     @property
@@ -205,7 +223,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """Options of the `KVCache` of each layer."""
         return {name: getattr(self.settings, name) for name in ("capacity", "checked", "copies", "shares")}
 
-    def _set_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
+    def set_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
         storage, in_windows = self.settings.storage, self.settings.window_storage
         storages, allowed = {kv_cache.config.storage for kv_cache in kv_caches} - {None}, {storage, in_windows} - {None}
@@ -217,4 +235,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
         remaining = iter(kv_caches)
         for layer in self.attention_layers:
             layer.set_kv_caches([next(remaining) for _ in layer.tokens_per_key])
-        self._use(replace(self.settings, block=kv_caches[0].config.block))
+        self.settings = replace(self.settings, block=kv_caches[0].config.block)
+
+
+for option in fields(CacheSettings):
+    setattr(StoredLayers, option.name, settled_option(option.name))

@@ -14,14 +14,8 @@ from attnmesh.recurrent.scan import AffineMap
 def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> StateLink:
     """Return the link of MiniMax's lightning attention, its A a scalar per head.
 
-    Args:
-        query: Queries (batch, heads, tokens, K), after the activation and the padding mask.
-        key: Keys (batch, heads, tokens, K).
-        value: Values (batch, heads, tokens, V).
-        slope_rate: Decay per token and head, (heads, 1, 1), as the layer's buffer.
-
-    Returns:
-        The link. Outputs are (batch, heads, tokens, V) in the dtype of the values, as before the layer's norm.
+    Tensors are (batch, heads, tokens, dim), after the activation and the padding mask, and before the layer's norm.
+    `slope_rate`, (heads, 1, 1), is the decay per token and head. Outputs have the dtype of the values.
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v, slope = (x.to(dtype) for x in (query, key, value, slope_rate))

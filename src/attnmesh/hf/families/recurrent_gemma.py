@@ -14,13 +14,8 @@ from attnmesh.recurrent.scan import AffineMap
 def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> StateLink:
     """Return the link of RecurrentGemma's RG-LRU, its A a scalar per channel. Its heads are channels, of (1, 1).
 
-    Args:
-        hidden_states: Normalized inputs (batch, tokens, channels), as `_rnn_scan` receives them.
-        recurrent_gate: Decays (batch, tokens, channels), without resets.
-        reset: Tokens at position 0, (batch, tokens, 1) of bool: the state before them is dropped.
-
-    Returns:
-        The link. Outputs are (batch, tokens, channels) in the dtype of the inputs.
+    Arguments are those of `_rnn_scan`, (batch, tokens, channels): inputs, decays without resets, and the tokens at
+    position 0, before which the state is dropped. Outputs have the dtype of the inputs.
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     gates, inputs = (recurrent_gate * ~reset).to(dtype), hidden_states.to(dtype)

@@ -33,15 +33,10 @@ def in_tower(config: Any) -> bool:
 
 
 def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-    """Return attention of a tower's layer, as "sdpa" computes it."""
+    """Return attention of a tower's layer, as "sdpa" computes it. Log on the first rank that it is not on the mesh."""
     if (kind := module.config.__class__) not in SAID:
         SAID.add(kind)
-        _say(kind)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            name = kind.__name__.removesuffix("Config")
+            getLogger(__name__).warning('%s runs with "sdpa" on each rank. The text model runs on the mesh.', name)
     return sdpa_attention(module, query, key, value, mask, **options)
-
-
-def _say(kind: type) -> None:
-    """Log on the first rank which layers are not on the mesh."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        name = kind.__name__.removesuffix("Config")
-        getLogger(__name__).warning('%s runs with "sdpa" on each rank. The text model runs on the mesh.', name)

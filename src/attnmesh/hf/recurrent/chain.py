@@ -76,24 +76,24 @@ class Chain:
         self.leaving: list[Tensor] = []
         """States for tokens after the last part, in the order of `entering`. Only its rank's states are right."""
 
-    def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
-        """Return the `size` tokens before this rank's part. Collective."""
-        x = x if self.tokens else x.narrow(dim, 0, 0)
+    def halo(self, x: Tensor, size: int) -> Tensor:
+        """Return the `size` tokens before this rank's part `x`, (batch, channels, tokens). Collective."""
+        x = x if self.tokens else x[:, :, :0]
         width = size + self.kept
         owners, lengths, own_tokens = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
             owners, lengths = [owners[0], *owners], [width, *lengths]
-            own_tokens = torch.cat([self._entering.popleft(), x], dim) if self.index == 0 else x
-        halo = halo_of_parts(own_tokens, width, self.axis, owners, lengths, dim=dim)
-        halo = halo.narrow(dim, halo.shape[dim] - width, width)
+            own_tokens = torch.cat([self._entering.popleft(), x], 2) if self.index == 0 else x
+        halo = halo_of_parts(own_tokens, width, self.axis, owners, lengths, dim=2)
+        halo = halo.narrow(2, halo.shape[2] - width, width)
         if self.kept or self._is_last:
-            joined = torch.cat([halo, x], dim)
-            self.leaving.append(joined.narrow(dim, joined.shape[dim] - width, width))
-        return halo.narrow(dim, self.kept, size)
+            joined = torch.cat([halo, x], 2)
+            self.leaving.append(joined.narrow(2, joined.shape[2] - width, width))
+        return halo.narrow(2, self.kept, size)
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
-        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.document_lengths, self.before), function)
+        return _convolve(_after_halo(self.halo(x, size), x, self.document_lengths, self.before), function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens. Collective.

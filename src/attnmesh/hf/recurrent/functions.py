@@ -4,7 +4,7 @@ Records of families state what each class of layers must have.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from inspect import Parameter, isclass, signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,9 +15,6 @@ from attnmesh.errors import KernelError
 from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.family import Recurrence, recurrences
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.recurrent.chain import HeadChain, current_chain
-from attnmesh.hf.recurrent.convolution import Convolution
-from attnmesh.hf.recurrent.rules import Rule, run_links
 
 NOTHING = Recurrence()
 
@@ -126,34 +123,13 @@ def forward_on_shards(layer: type) -> Callable[..., Any]:
 def _replace_functions(forward: FunctionType, kind: Recurrence) -> Callable[..., Any]:
     if kind.forward is not None:
         return kind.forward
-    replaced = {
-        name: _replacement(replacement, forward.__globals__[name]) for name, replacement in kind.functions.items()
-    }
-    names = forward.__globals__ | replaced
+    stock = forward.__globals__
+    replaced = {name: _no_kernel if one is None else one.of(stock[name]) for name, one in kind.functions.items()}
+    names = stock | replaced
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
 
 
-def _replacement(replacement: Convolution | Rule | None, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what replaces a function: without a replacement, a function that returns None, as a missing kernel."""
-    if replacement is None:
-        return lambda *_, **__: None
-    return replacement.of(stock) if isinstance(replacement, Convolution) else _rule(replacement, stock)
-
-
-def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
-    """Return the rule as it runs on shards: from the state that earlier parts leave, or by heads."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        chain = current_chain.get()
-        if isinstance(chain, HeadChain) and rule.by_heads is not None:
-            rule.check_one_sequence(kwargs)
-            whole_rule = partial(rule.outputs, stock, chain.all_document_lengths)
-            out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
-            return rule.stock_result(chain.scatter(out), None, False)
-        links = [rule(stock, *inputs, **options) for inputs, options in rule.cut(chain.document_lengths, args, kwargs)]
-        out, leaving = run_links(links, rule.dim, rule.from_stock)
-        return rule.stock_result(out, leaving, bool(kwargs.get(rule.returns_state)))
-
-    return run
+def _no_kernel(*_: Any, **__: Any) -> None:
+    """Return None, as a function does whose kernel is missing."""

@@ -15,8 +15,10 @@ class PrefillStates:
 
     def __init__(self, cache: Any, layer: Any) -> None:
         self.cache, self.layer = cache, layer
-        self.index = getattr(layer, "conv_idx", 0)  # of a layer's states
-        self.conv: dict[str, Any] | None = None  # arguments of the cache's `update_conv_state`
+        self.index = getattr(layer, "conv_idx", 0)
+        """Index of the states among those of the layer."""
+        self.conv: dict[str, Any] | None = None
+        """Arguments of the cache's `update_conv_state`."""
         self.state: Tensor | None = None
 
     def entering(self) -> list[Tensor] | None:

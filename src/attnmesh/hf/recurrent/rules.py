@@ -13,6 +13,7 @@ form in float32. All results are differentiable. A shard has at least one token.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnmesh.errors import ArgumentError, MaskError
-from attnmesh.hf.recurrent.chain import current_chain, split
+from attnmesh.hf.recurrent.chain import HeadChain, current_chain, split
 from attnmesh.recurrent.scan import AffineMap
 
 Stock = Callable[..., Any]
@@ -78,6 +79,22 @@ class Rule:
             raise ArgumentError(f"recurrent layer {self.initial_state}", "None", "a tensor", "pass it to link.finish")
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
+
+    def of(self, stock: Stock) -> Stock:
+        """Return the rule as it runs on shards: from the state that earlier parts leave, or by heads."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            chain = current_chain.get()
+            if isinstance(chain, HeadChain) and self.by_heads is not None:
+                self.check_one_sequence(kwargs)
+                whole_rule = partial(self.outputs, stock, chain.all_document_lengths)
+                out = self.by_heads(whole_rule, chain, *args, **{**kwargs, self.returns_state: False})
+                return self.stock_result(chain.scatter(out), None, False)
+            pieces = self.cut(chain.document_lengths, args, kwargs)
+            out, leaving = run_links([self(stock, *x, **more) for x, more in pieces], self.dim, self.from_stock)
+            return self.stock_result(out, leaving, bool(kwargs.get(self.returns_state)))
+
+        return run
 
     def cut(self, lengths: Sequence[int], args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the positional and the named arguments of each run of tokens."""

@@ -22,7 +22,8 @@ class CacheMemory:
         self.guesser = guesser
         self.kept_caches = KeptCaches(worker)
         self.footprint: Footprint | None = None
-        self.drops: list[int] = []  # caches that the next step drops
+        self.drops: list[int] = []
+        """Caches that the next step drops."""
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
         self.evicted = 0

@@ -115,10 +115,14 @@ class DraftGuesser(Guesser):
         self.rows: dict[int, DraftRow] = {}
         self.kept_caches = KeptCaches(worker)
         self.footprint: Footprint | None = None
-        self.passes = RowTimes()  # seconds of passes over rows
-        self.token_seconds = 0.0  # seconds for which the draft reads one token of a chunk
-        self.usual_rate = FIRST_RATE  # acceptance rate that a new row begins with
-        self.rest = 0  # further steps in which the draft reads nothing
+        self.passes = RowTimes()
+        """Seconds of passes over rows."""
+        self.token_seconds = 0.0
+        """Seconds for which the draft reads one token of a chunk."""
+        self.usual_rate = FIRST_RATE
+        """Acceptance rate that a new row begins with."""
+        self.rest = 0
+        """Further steps in which the draft reads nothing."""
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
     def metrics(self) -> dict[str, float]:

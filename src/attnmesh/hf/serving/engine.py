@@ -141,7 +141,7 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
-        self.step_exchange = StepExchange.of(self.model, rank_mesh, cache_options.get("output"))
+        self.step_exchange = StepExchange(self.model, rank_mesh, cache_options.get("output"))
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
@@ -152,7 +152,8 @@ class Engine:
         self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # exchanges with all ranks: a server that sees their number grow knows that ranks go on
+        self.exchanges = 0
+        """Exchanges with all ranks so far. A server that sees their number grow knows that ranks go on."""
         self.step_seconds = 0.0
         self.merge_seconds = 0.0
         self.pause_seconds = 0.0

@@ -16,20 +16,7 @@ from attnmesh.store.block_folder import STORE_SUBJECT
 class NoStore:
     """A store of nothing, with the calls of `StoreScheduler`."""
 
-    @property
-    def busy(self) -> bool:
-        """False: no step has something to do."""
-        return False
-
-    @property
-    def is_writing(self) -> bool:
-        """False: no blocks are on their way."""
-        return False
-
-    @property
-    def holds_memory(self) -> bool:
-        """False: no cache waits for its request."""
-        return False
+    busy = is_writing = holds_memory = False
 
     def name_blocks(self, request: EngineRequest) -> None:
         """Name no blocks."""

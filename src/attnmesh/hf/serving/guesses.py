@@ -178,11 +178,10 @@ class StepTimes:
 
 
 class Guesser:
-    """A way to guess the next tokens of rows, on rank 0."""
+    """A way to guess the next tokens of rows, on rank 0. This one guesses none, and others are subclasses."""
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Set the guesses of rows that the next step checks. `free` returns the bytes that are free for caches."""
-        raise NotImplementedError
 
     def release(self) -> bool:
         """Free memory of the guesser's caches. Return whether there was any."""
@@ -191,10 +190,3 @@ class Guesser:
     def metrics(self) -> dict[str, float]:
         """Return counts and sizes."""
         return {}
-
-
-class NoGuesses(Guesser):
-    """Guesses nothing."""
-
-    def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
-        """Set no guesses."""

@@ -15,7 +15,8 @@ class RowText:
     """The tokens of a row: the prompt, and the answer so far."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.token_bytes = bytearray()  # four bytes a token
+        self.token_bytes = bytearray()
+        """All tokens, four bytes each."""
         self.prompt = len(prompt)
         self.add(prompt)
 

@@ -1,10 +1,9 @@
-"""Operations of steps: each is a piece of work for all ranks, with a code that rank 0 sends to them."""
+"""Operations of steps: each is a piece of work for all ranks, with a code that rank 0 sends to their `RankWorker`s."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from time import perf_counter
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -58,67 +57,6 @@ class StepResults:
         return next((self.errors[kind] for kind in kinds if kind in self.errors), None)
 
 
-class StoredBlocks(Protocol):
-    """The blocks of caches that a rank stores, as a `RankStore` has them."""
-
-    def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
-        """Copy blocks that were read to the cache, about `nbytes` bytes. Wait `patience` seconds for the first."""
-        ...
-
-    def do_close(self, cache_id: int, length: int) -> None:
-        """End the reading of blocks into a cache, which then has `length` tokens."""
-        ...
-
-    def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
-        """Copy blocks of a cache to memory, and to files."""
-        ...
-
-    def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
-        """Forget blocks in memory, and remove files of blocks."""
-        ...
-
-
-class Caches(Protocol):
-    """Caches of a rank by their ids, on which operations run, as a `RankWorker` has them."""
-
-    @property
-    def opened_store(self) -> StoredBlocks:
-        """The blocks that are stored."""
-        ...
-
-    def do_start(self, start: "Start") -> int:
-        """Begin a prompt. Return the tokens that its cache has."""
-        ...
-
-    def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
-        """Compute the next chunk of a prompt. Return the tokens in its cache, and the logits of the last chunk."""
-        ...
-
-    def do_fork(self, cache_id: int, fork_id: int) -> None:
-        """Make another cache of the same tokens."""
-        ...
-
-    def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
-        """Add tokens to rows. Return the logits after them, a tensor for each row."""
-        ...
-
-    def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Drop the last tokens of rows."""
-        ...
-
-    def do_drop(self, cache_ids: Sequence[int]) -> None:
-        """Drop caches."""
-        ...
-
-    def do_open(self, opening: "OpenStored") -> None:
-        """Make a cache, and begin to read stored blocks into it."""
-        ...
-
-    def do_draft(self, operations: "Sequence[Operation]") -> StepResults:
-        """Run operations of the draft model. Return their results."""
-        ...
-
-
 OPERATIONS: "dict[str, type[Operation]]" = {}
 """All operations, by the names of their codes."""
 
@@ -132,22 +70,6 @@ class Operation:
     def __init_subclass__(cls, name: str) -> None:
         cls.name = name
         OPERATIONS[name] = cls
-
-    def run(self, worker: Caches, results: StepResults) -> None:
-        """Run on a rank, and note the result and the seconds.
-
-        An `InputError` is noted as a result: all ranks raise it alike. Of several the first one stays.
-        """
-        kind = type(self)
-        start = perf_counter()
-        try:
-            self._run(worker, results)
-        except InputError as error:
-            results.errors.setdefault(kind, error)
-        results.seconds[kind] = results.seconds.get(kind, 0.0) + perf_counter() - start
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        raise NotImplementedError
 
     def to_code(self) -> list[Any]:
         """Return the code of the operation, which JSON can spell.
@@ -178,9 +100,6 @@ class Start(Operation, name="start"):
     images: Any
     """Descriptions of inputs for images; the inputs by name, once `StepExchange.share_images` has sent them."""
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        results.cached_tokens = worker.do_start(self)
-
 
 @dataclass(frozen=True)
 class Fill(Operation, name="fill"):
@@ -190,9 +109,6 @@ class Fill(Operation, name="fill"):
     size: int
     stop: int
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        results.computed_tokens, results.logits = worker.do_fill(self.cache_id, self.size, self.stop)
-
 
 @dataclass(frozen=True)
 class Fork(Operation, name="fork"):
@@ -200,9 +116,6 @@ class Fork(Operation, name="fork"):
 
     cache_id: int
     fork_id: int
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_fork(self.cache_id, self.fork_id)
 
 
 @dataclass(frozen=True)
@@ -214,9 +127,6 @@ class DecodeRows(Operation, name="rows"):
     grows: bool
     """True if a cache allocates memory, so that bytes are counted anew."""
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        results.rows = worker.do_rows(self.rows, self.grows)
-
 
 @dataclass(frozen=True)
 class Crop(Operation, name="crop"):
@@ -225,18 +135,12 @@ class Crop(Operation, name="crop"):
     rows: Sequence[tuple[int, int]]
     """Ids of the caches, each with the number of tokens."""
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_crop(self.rows)
-
 
 @dataclass(frozen=True)
 class Drop(Operation, name="drop"):
     """Forget caches."""
 
     cache_ids: Sequence[int]
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_drop(self.cache_ids)
 
 
 @dataclass(frozen=True)
@@ -248,9 +152,6 @@ class OpenStored(Operation, name="open"):
     tokens: int
     rope: Sequence[int]
     blocks: Sequence[BlockToRead]
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_open(self)
 
     @classmethod
     def _of_values(cls, *values: Any) -> "OpenStored":
@@ -267,9 +168,6 @@ class LoadBlocks(Operation, name="load"):
     nbytes: int
     patience: float
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_load(self.cache_id, self.nbytes, self.patience)
-
 
 @dataclass(frozen=True)
 class CloseStored(Operation, name="close"):
@@ -278,9 +176,6 @@ class CloseStored(Operation, name="close"):
     cache_id: int
     length: int
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_close(self.cache_id, self.length)
-
 
 @dataclass(frozen=True)
 class SaveBlocks(Operation, name="save"):
@@ -288,9 +183,6 @@ class SaveBlocks(Operation, name="save"):
 
     cache_id: int
     blocks: Sequence[BlockToSave]
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_save(self.cache_id, self.blocks)
 
     @classmethod
     def _of_values(cls, *values: Any) -> "SaveBlocks":
@@ -305,9 +197,6 @@ class ForgetBlocks(Operation, name="forget"):
     in_memory: Sequence[StoredBlock]
     on_disk: Sequence[StoredBlock]
 
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_forget(self.in_memory, self.on_disk)
-
     @classmethod
     def _of_values(cls, *values: Any) -> "ForgetBlocks":
         in_memory, on_disk = ([StoredBlock(*block) for block in blocks] for blocks in values)
@@ -319,9 +208,6 @@ class Draft(Operation, name="draft"):
     """Run operations of the draft model."""
 
     operations: Sequence[Operation]
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        results.draft = worker.do_draft(self.operations)
 
     def to_code(self) -> list[Any]:
         """Return the code, which has the codes of the draft's operations."""
@@ -336,9 +222,6 @@ class Draft(Operation, name="draft"):
 @dataclass(frozen=True)
 class EndOfSteps(Operation, name="end"):
     """End the engine."""
-
-    def _run(self, worker: Caches, results: StepResults) -> None:
-        pass
 
 
 def operation_of(code: Sequence[Any]) -> Operation:

@@ -32,7 +32,8 @@ class PromptQueue:
         self.kept_caches = memory.kept_caches
         self.store = store
         self.max_rows = max_rows
-        self.is_full = False  # true if no chunk fits in memory: then no prompt begins
+        self.is_full = False
+        """True if no chunk fits in memory: then no prompt begins."""
         self.new_cache_ids = count()
         self.chunk_turns = count()
 

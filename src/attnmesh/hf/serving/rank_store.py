@@ -57,8 +57,10 @@ class RankStore:
         self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
-        self.written = 0  # blocks whose file is written, or of which this rank has no file
-        self.fault = 0  # number of the system's error that ended writing
+        self.written = 0
+        """Blocks whose file is written, or of which this rank has no file."""
+        self.fault = 0
+        """Number of the system's error that ended writing; 0 while there is none."""
         self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
         self._is_open = True
         self._thread = Thread(target=self._run, name="attnmesh store", daemon=True)

@@ -1,6 +1,7 @@
 """Work of each rank of an engine: caches by their ids, chunks of prompts, and steps of rows."""
 
 from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -9,13 +10,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import images_for_model
 from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.operations import OpenStored, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import (
+    CloseStored,
+    Crop,
+    DecodeRows,
+    Draft,
+    Drop,
+    Fill,
+    ForgetBlocks,
+    Fork,
+    LoadBlocks,
+    OpenStored,
+    Operation,
+    SaveBlocks,
+    Start,
+    StepResults,
+)
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore, Reading, set_prompt_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
@@ -35,7 +52,8 @@ class RankWorker:
         self.mesh = RankMesh.of(device_mesh)
         self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, device_mesh, **options)  # raises here, not at the first request
-        self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
+        self.options = {**options, "shares": self.template.shares}
+        """Options of caches. Shares are measured once."""
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
         self.draft_worker: RankWorker | None = None
@@ -50,8 +68,10 @@ class RankWorker:
         """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are being computed, without tokens of answers after them, by cache."""
-        self.size = 0  # tokens of the chunk that is being computed
-        self.stop = 0  # token before which the chunk ends
+        self.size = 0
+        """Tokens of the chunk that is being computed."""
+        self.stop = 0
+        """Token before which the chunk ends."""
         self.nbytes = 0
         self.steps = 0
 
@@ -68,10 +88,19 @@ class RankWorker:
         return self.store
 
     def run(self, operations: Sequence[Operation]) -> StepResults:
-        """Run operations in order."""
+        """Run operations in order, and note their results and seconds.
+
+        An `InputError` is noted as a result: all ranks raise it alike. Of several of one kind the first one stays.
+        """
         results = StepResults()
         for operation in operations:
-            operation.run(self, results)
+            kind = type(operation)
+            start = perf_counter()
+            try:
+                _run(self, operation, results)
+            except InputError as error:
+                results.errors.setdefault(kind, error)
+            results.seconds[kind] = results.seconds.get(kind, 0.0) + perf_counter() - start
         return results
 
     @property
@@ -192,3 +221,32 @@ class RankWorker:
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)
+
+
+def _run(worker: RankWorker, operation: Operation, results: StepResults) -> None:
+    """Run one operation on a rank, and note the result."""
+    match operation:
+        case DecodeRows(rows, grows):
+            results.rows = worker.do_rows(rows, grows)
+        case Start():
+            results.cached_tokens = worker.do_start(operation)
+        case Fill(cache_id, size, stop):
+            results.computed_tokens, results.logits = worker.do_fill(cache_id, size, stop)
+        case Fork(cache_id, fork_id):
+            worker.do_fork(cache_id, fork_id)
+        case Crop(rows):
+            worker.do_crop(rows)
+        case Drop(cache_ids):
+            worker.do_drop(cache_ids)
+        case Draft(operations):
+            results.draft = worker.do_draft(operations)
+        case OpenStored():
+            worker.do_open(operation)
+        case LoadBlocks(cache_id, nbytes, patience):
+            worker.opened_store.do_load(cache_id, nbytes, patience)
+        case CloseStored(cache_id, length):
+            worker.opened_store.do_close(cache_id, length)
+        case SaveBlocks(cache_id, blocks):
+            worker.opened_store.do_save(cache_id, blocks)
+        case ForgetBlocks(in_memory, on_disk):
+            worker.opened_store.do_forget(in_memory, on_disk)

@@ -141,7 +141,7 @@ class RowsCache(ShardedCache):
         first = caches[0]
         self.config, self.stock_window = first.config, first.stock_window
         self.mesh, self.ranks = first.mesh, first.ranks
-        self._use(first.settings)
+        self.settings = first.settings
         self.history = CacheHistory()
         self.rows = caches
         self.row_tokens = RowTokens(tokens)
@@ -150,6 +150,8 @@ class RowsCache(ShardedCache):
 
     rows: Sequence[ShardedCache]
     row_tokens: RowTokens
+    folder = None
+    """None, as the folder of a row has the tokens of that row alone."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens of the longest row."""

@@ -13,7 +13,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import begin_store
 from attnmesh.hf.serving.footprint import never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
-from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
+from attnmesh.hf.serving.guesses import Guesser, StepTimes
 from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prompt_queue import PromptQueue
@@ -45,15 +45,17 @@ class Scheduler:
     ) -> None:
         self.worker = worker
         self.max_rows = int(max_rows)
-        self.guesser = guesser or NoGuesses()
+        self.guesser = guesser or Guesser()
         self.store = begin_store(store, worker)
         self.requests = ServedRequests()
         self.memory = CacheMemory(worker, memory, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
-        self.rejected: dict[int, int] = {}  # tokens that the next step takes back from the end of each cache
+        self.rejected: dict[int, int] = {}
+        """Tokens that the next step takes back from the end of each cache."""
         self.step_times = StepTimes()
-        self.guess_seconds = 0.0  # seconds for which the guesses of this step were made
+        self.guess_seconds = 0.0
+        """Seconds for which the guesses of this step were made."""
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 

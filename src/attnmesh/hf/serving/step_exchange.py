@@ -38,14 +38,10 @@ class StepExchange:
     Then each peer sends them along its own mesh.
     """
 
-    def __init__(self, mesh: RankMesh, peers: RankMesh) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: RankMesh, output: object) -> None:
+        peers = RankMesh.of(None if output == "heads" else tp_mesh(model))
         self.meshes = (peers, mesh)
         self.leads = mesh.shard_index == peers.shard_index == 0
-
-    @staticmethod
-    def of(model: PreTrainedModel, mesh: RankMesh, output: object) -> "StepExchange":
-        """Return the exchange for a model. It has peers where ranks share weights beside the mesh."""
-        return StepExchange(mesh, RankMesh.of(None if output == "heads" else tp_mesh(model)))
 
     def exchange(self, operations: Sequence[Operation], report: RankReport) -> tuple[list[Operation], list[RankReport]]:
         """Return the operations of the leader, and the reports of the ranks of this rank's mesh by shard. Collective.

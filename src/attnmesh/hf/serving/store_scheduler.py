@@ -95,7 +95,8 @@ class StoreScheduler:
             self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
-        self.finishing: deque[SavingCache] = deque()  # caches whose last blocks may still be being written
+        self.finishing: deque[SavingCache] = deque()
+        """Caches whose last blocks may not be written yet."""
         self.written_blocks = 0
         self.stopped = False
         self.loading: LoadingCache | None = None
@@ -105,7 +106,8 @@ class StoreScheduler:
         self.opening: OpenStored | None = None
         self.closing: CloseStored | None = None
         self.copy_rate = FIRST_COPY_RATE
-        self.copied = 0  # bytes of blocks that this step copies from caches
+        self.copied = 0
+        """Bytes of blocks that this step copies from caches."""
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
         self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
         self.tiers.make_room(self.tiers.disk, 0)

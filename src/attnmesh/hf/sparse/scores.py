@@ -41,7 +41,8 @@ class IndexMask(Opaque):
     dtype = torch.bool
 
     def __init__(self, layer_mask: Any) -> None:
-        self.layer_mask = layer_mask  # a LayerMask, whose file imports this one
+        self.layer_mask = layer_mask
+        """A `LayerMask`, whose file imports this one."""
 
     def __invert__(self) -> "IndexMask":
         return self

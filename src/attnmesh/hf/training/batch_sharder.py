@@ -68,13 +68,18 @@ class BatchSharder:
     ) -> None:
         self.device_mesh, self.layout, self.exchange = device_mesh, layout, exchange
         self.shapes = MeshShapes(device_mesh, shape)
-        self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
+        self.chosen: set[tuple[object, type[Layout]]] = set()
+        """Shapes and layouts that were logged."""
         self.is_active = False
-        self.pads_left = False  # True to take rows that begin with padding
-        self.hides_padding = False  # True if outputs of padding are read: its queries see no padding then
-        self.call: ShardedCall | None = None  # the present call
+        self.pads_left = False
+        """True to take rows that begin with padding."""
+        self.hides_padding = False
+        """True if outputs of padding are read. Queries then see no padding."""
+        self.call: ShardedCall | None = None
+        """The present call; None outside of calls."""
         self.models: WeakSet[nn.Module] = WeakSet()
-        self.layers: WeakSet[nn.Module] = WeakSet()  # layers of models, whose routers are gathered
+        self.layers: WeakSet[nn.Module] = WeakSet()
+        """Layers of models, whose routers are gathered."""
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager

@@ -38,7 +38,8 @@ class MeshShapes:
     def __init__(self, device_mesh: DeviceMesh | None, shape: str | None) -> None:
         self.device_mesh, self.shape = device_mesh, shape
         self.by_shape: dict[Shape, DeviceMesh] = {}
-        self.device_meshes: dict[Heads, list[DeviceMesh]] = {}  # meshes for the heads of each model
+        self.device_meshes: dict[Heads, list[DeviceMesh]] = {}
+        """Meshes for the heads of each model."""
 
     def set_up(self, config: Any) -> None:
         """Make the meshes for a model, once, or raise if the mesh does not fit it. All ranks of the world call it."""

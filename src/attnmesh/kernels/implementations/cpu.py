@@ -44,7 +44,7 @@ class FlashCPU(Kernel):
     made_for, priority = "all calls", 1
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return None: every dtype is supported."""
+        """Return why there is no operator, or None: it supports every dtype."""
         if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return "this PyTorch has no flash attention for CPUs"
         return None

@@ -30,6 +30,12 @@ MAX_ROWS = 64
 CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
+STRIDES_START = struct.calcsize("10q")
+"""Bytes of `FIXED` before the strides of `out`: ten sizes and codes."""
+
+STRIDES_STOP = STRIDES_START + STRIDES.size
+"""Bytes of `FIXED` up to the end of the strides of `out`."""
+
 PART_FIELDS = struct.Struct("2q")
 """Last fields of `FIXED`: the first run of a part of the keys, and the runs of all parts."""
 
@@ -182,7 +188,7 @@ class BoundNative(NamedTuple):
         )
         fields = self.fields
         if strides != self.out_strides:
-            fields = fields[: 10 * 8] + STRIDES.pack(*strides[:3]) + fields[13 * 8 :]
+            fields = fields[:STRIDES_START] + STRIDES.pack(*strides[:3]) + fields[STRIDES_STOP:]
         code = cast(Function, library().attend)(call + fields)
         if code < 0:
             raise error_of(code)

@@ -46,7 +46,6 @@ LARGE_ROWS = 128
 MIN_TILE = 16
 """Rows or keys of the smallest tile that can be multiplied."""
 
-
 FEW_ROWS = 32
 """Rows of a tile up to which reading the keys is the cost: more keys are then on their way at once."""
 
@@ -148,7 +147,8 @@ class BoundTritonCache:
     """
 
     def __init__(self) -> None:
-        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](maxsize=64)  # launches by layout of the tensors
+        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](maxsize=64)
+        """Launches, by the layout of the tensors."""
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""

@@ -7,6 +7,7 @@ grid covers all slots. So one captured CUDA graph is valid while the cache grows
 import triton
 import triton.language as tl
 
+from attnmesh.core import digest
 from attnmesh.kernels.programs.tiles import (
     LN2,
     accumulate,
@@ -18,6 +19,8 @@ from attnmesh.kernels.programs.tiles import (
     store_rows,
     zeros,
 )
+
+GOLDEN_GAMMA, MIX_FACTOR = tl.constexpr(digest.GOLDEN_GAMMA), tl.constexpr(digest.MIX_FACTOR)
 
 # --- attention over this rank's slots ---
 
@@ -156,8 +159,8 @@ def _digest(bits, count, WIDE: tl.constexpr):
     total = tl.zeros([WIDE], tl.int64)
     for start in range(0, count, WIDE):
         index = start + tl.arange(0, WIDE).to(tl.int64)
-        weight = (index + 1) * -7046029254386353131
-        weight = (weight ^ (weight >> 29)) * -4658895280553007687
+        weight = (index + 1) * GOLDEN_GAMMA
+        weight = (weight ^ (weight >> 29)) * MIX_FACTOR
         word = tl.load(bits + index, mask=index < count, other=0).to(tl.int64)
         if bits.dtype.element_ty == tl.int64:
             word = word ^ ((word >> 32) & 0xFFFFFFFF)

@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 import attnmesh.hf as hf
-from tests.mistakes import attention_cases as attention
-from tests.mistakes import batch_cases as batches
-from tests.mistakes import loss_cases as losses
+from tests.mistakes.cases import attention
+from tests.mistakes.cases import batch as batches
+from tests.mistakes.cases import loss as losses
 from tests.support.models import families
 from tests.support.models.families import small_llama
 

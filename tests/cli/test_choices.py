@@ -1,0 +1,27 @@
+"""Names that options take, which are read before the library is imported: those of the library."""
+
+from attnmesh.comm import failures, merges
+from attnmesh.core import partial
+from attnmesh.core.storage import STORAGES
+from attnmesh.cost.cluster import PRESETS
+from attnmesh.hf import load
+from attnmesh.hf.serving import engine_request, speculation
+from attnmesh.mesh.shapes import AXES
+from attnmesh.planner.recurrent import TRANSITIONS
+from attnmesh.planner.training import LOSSES
+from attnmesh.planner.workload import PHASES
+from attnmesh.planner.workload_presets import WORKLOADS
+from attnmesh_command import choices
+
+
+def test_the_names_of_options_are_those_of_the_library() -> None:
+    assert choices.DTYPES == partial.DTYPE_NAMES
+    assert (*STORAGES,) == choices.STORAGES
+    assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
+    found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
+    assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
+    assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
+    assert (*WORKLOADS,) == choices.WORKLOADS
+    assert (choices.COLDEST, choices.HOTTEST) == (engine_request.COLDEST, engine_request.HOTTEST)
+    assert choices.MAX_GUESSES == speculation.MAX_GUESSES
+    assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)
