@@ -41,7 +41,7 @@ def _check_class(config: Any) -> None:
                 raise_lost(family.type, f"{stock.__name__}.{name}")
         source = ModuleSource(stock.__module__.replace(CONFIGURATION, MODELING))
         for part, names in family.stores.items():
-            for name in sorted({*names.split()} - source.stored(part)):
+            for name in sorted({*names.split()} - source.assigned_attributes(part)):
                 raise_lost(family.type, f"{part}.{name}")
         _check_sources(family.type, source, family.sources.items())
         for pins in family.uses:
