@@ -108,7 +108,7 @@ def decode(
     if distance_bias is None and not unsupported:
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
-        return prepared_step.run(inputs, checked)
+        return prepared_step.run(inputs)
     check = partial_of(inputs_and_spec, inputs, options, distance_bias, unsupported)
     if torch.compiler.is_compiling():
         check_compare_option("decode", checked)

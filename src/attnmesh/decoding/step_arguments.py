@@ -97,10 +97,6 @@ LENGTH_WEIGHT = -7046029254386353131
 """Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
 
 
-PartsToCompare = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a merge's checksum: tensors by their bits, a hash of the facts, and device counts, tokens first."""
-
-
 class StepInputs(NamedTuple):
     """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
 
@@ -132,8 +128,13 @@ class StepInputs(NamedTuple):
         own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)
         return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
-    def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> PartsToCompare:
-        """Return what ranks compare of a call. The hash is of its facts, and of numbers that change between calls."""
+    def parts_to_compare(
+        self, facts: tuple[Any, ...], views: Sequence[CacheView]
+    ) -> tuple[Sequence[Tensor], int, Tensor]:
+        """Return what ranks compare of a call: its tensors, call hash and device counts, as `call_digest` takes them.
+
+        The hash is of its facts, and of numbers that change between calls.
+        """
         q, caches, sinks, key_lengths, selected, _, history = self  # hot path, see `known_steps.py`
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
