@@ -124,7 +124,7 @@ def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
         raise KernelError("decode", "a cache of one piece in a graph", given, fix)
     tensors = (
         tensors_of(cache.own_shard.new_view()),
-        cache.history.checksum_on_device,
+        cache.history.digest_on_device,
         inputs.sinks,
         inputs.key_lengths,
         inputs.indices,

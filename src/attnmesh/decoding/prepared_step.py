@@ -103,7 +103,8 @@ class PreparedStep:
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if checksum is not None:
-            out, checksum = gather_heads(out, checksum, spec, inputs.q.shape[1])
+            if spec.heads_axis.size > 1:
+                out, checksum = gather_heads(out, checksum, spec, inputs.q.shape[1])
             if read_checksum is not None:
                 read_checksum(checksum)
         return out
@@ -150,9 +151,8 @@ class HostMergedStep(PreparedStep):
                 fields = partial_of(fields_of_step, inputs, self.spec)
                 merge_agreement_for(inputs.caches, self.spec, self.checked).raise_unequal(fields)
             partial.out.fill_(torch.nan)
-        if self.output_heads is not None:
-            partial = Partial(*(x[:, self.output_heads] for x in partial))
-        return partial, None
+        heads = self.output_heads
+        return partial if heads is None else Partial(partial.out[:, heads], partial.lse[:, heads]), None
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     width = caches[0].config.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
-    lengths, histories = [cache.length for cache in caches], [cache.history.checksum for cache in caches]
+    lengths, histories = [cache.length for cache in caches], [cache.history.digest for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     by_cache = {held: lengths, "padding and order": histories}
     contents = {field: values[0] if len(values) == 1 else values for field, values in by_cache.items()}

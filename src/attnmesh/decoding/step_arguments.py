@@ -107,7 +107,7 @@ class StepInputs(NamedTuple):
     selected: Selection | None = None
     other_partial: Partial | None = None
     history: Tensor | None = None
-    """History checksum of the cache in a graph, where `caches` is empty; None outside of graphs."""
+    """History digest of the cache in a graph, where `caches` is empty; None outside of graphs."""
 
     @property
     def indices(self) -> Tensor | None:
@@ -131,15 +131,15 @@ class StepInputs(NamedTuple):
     def parts_to_compare(
         self, facts: tuple[Any, ...], views: Sequence[CacheView]
     ) -> tuple[Sequence[Tensor], int, Tensor]:
-        """Return what ranks compare of a call: its tensors, call hash and device counts, as `call_digest` takes them.
+        """Return what ranks compare of a call, as `call_digest` takes it: tensors, a hash, and device counts.
 
-        The hash is of its facts, and of numbers that change between calls.
+        The hash is of the facts, and of numbers that change between calls.
         """
         q, caches, sinks, key_lengths, selected, _, history = self  # hot path, see `known_steps.py`
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
         for cache in caches:
-            values.append(cache.history.checksum)
+            values.append(cache.history.digest)
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device
