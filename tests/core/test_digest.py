@@ -5,7 +5,7 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from attnmesh.core.digest import SUM_ELEMENTS, bits, chained_checksum, digest, digest_each, fingerprints, wide_bits
+from attnmesh.core.digest import SUM_ELEMENTS, bits, chained_digest, digest, digest_each, fingerprints, wide_bits
 
 
 def test_small_numbers_in_another_order_are_others() -> None:
@@ -69,13 +69,13 @@ def test_a_digest_of_each_row_is_that_of_the_row() -> None:
 def test_a_history_depends_on_the_order_and_the_size_of_its_values() -> None:
     one, two = torch.tensor([1, 0]), torch.tensor([0])
     histories = [
-        chained_checksum(0, two),
-        chained_checksum(chained_checksum(0, two), two),
-        chained_checksum(chained_checksum(0, one), two),
-        chained_checksum(chained_checksum(0, two), one),
+        chained_digest(0, two),
+        chained_digest(chained_digest(0, two), two),
+        chained_digest(chained_digest(0, one), two),
+        chained_digest(chained_digest(0, two), one),
     ]
     assert len({0, *histories}) == 5
-    assert chained_checksum(7, None) == 7
+    assert chained_digest(7, None) == 7
 
 
 def test_fingerprints_tell_dtype_shape_and_bits() -> None:

@@ -1,13 +1,17 @@
 """When ranks merge unlike partials, or in unlike ways: the error that all raise, and NaN where nothing is compared."""
 
 from itertools import permutations
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.errors import InputError
+from attnmesh.comm.host_merge import HostMerge
+from attnmesh.comm.rank_merge import RequestedMerge
+from attnmesh.errors import InputError, MeshError
+from attnmesh.kernels.native.build import library
 from tests.support.ranks.odd_rank import alert, outcome
 from tests.support.ranks.pool import Pool, on_each_rank
 
@@ -53,3 +57,23 @@ PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "al
 def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
     first, *others = pool.run(ranks, merge_in_unlike_ways, PAIRS[:: 3 if ranks == 3 else 7], odd)
     assert all(messages == first for messages in others)
+
+
+@on_each_rank
+def merge_equal_calls_as_if_unequal() -> str:
+    cache = am.KVCache(am.init_mesh((1, 1, 2)), batch=1, kv_heads=1, head_dim=4, capacity=8, dtype=torch.float32)
+    cache.append(*torch.ones(2, 1, 1, 3, 4))
+    q = torch.ones(1, 1, 1, 4)
+    expected = am.decode(q, cache)
+    poison = mock.patch.object(RequestedMerge, "send_poison", side_effect=AssertionError)
+    with poison, mock.patch.object(HostMerge, "run", return_value=False), pytest.raises(MeshError) as caught:
+        am.decode(q, cache)
+    assert torch.equal(am.decode(q, cache), expected)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(library().exchange is None, reason="there is no C++ compiler")
+def test_a_step_of_equal_calls_with_unequal_checksums_raises_without_poison(pool: Pool) -> None:
+    one, two = pool.run(2, merge_equal_calls_as_if_unequal)
+    assert one == two
+    assert "different checksums of equal calls" in one

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_properties import CacheProperties
-from attnmesh.cache.history_checksum import HistoryChecksum
+from attnmesh.cache.history_digest import HistoryDigest
 from attnmesh.cache.make_shards import FolderLayer, agreed_token_axis, check_shards, make_shards
 from attnmesh.cache.new_tokens import (
     NewTokens,
@@ -145,7 +145,7 @@ class KVCache(CacheProperties):
             check_shards(config, self.device, ranks, copies=copies, shares=shares, folder=folder)
         self.token_axis = agreed_token_axis(mesh, self.rank_mesh, self.device)
         self.guard = CallGuard(self.rank_mesh, self.device, checked)
-        self.history = HistoryChecksum(self.device)
+        self.history = HistoryDigest(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved_pieces = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked

@@ -12,7 +12,7 @@ from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.checks.argument_checks import check_positions
 from attnmesh.comm.p2p import all_to_all, meta_like
-from attnmesh.core.digest import chained_checksum, fingerprints
+from attnmesh.core.digest import chained_digest, fingerprints
 from attnmesh.errors import ShapeError
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import RankMesh
@@ -55,7 +55,7 @@ class NewTokens(NamedTuple):
     def padding_fields(self) -> Mapping[str, object]:
         """Return what ranks compare of the padding alone, where each has tokens of its own."""
         shape = None if self.token_mask is None else list(self.token_mask.shape)
-        return {"padding": shape, "checksum": chained_checksum(0, self.token_mask)}
+        return {"padding": shape, "checksum": chained_digest(0, self.token_mask)}
 
     def check(self, config: CacheConfig, device: torch.device) -> None:
         """Raise unless these are new tokens with all heads, equal on every rank of a cache."""

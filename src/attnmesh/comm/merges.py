@@ -79,7 +79,7 @@ class RunMerge(Protocol):
 
 
 class Pattern(Enum):
-    """Exchanges of a merge. A host, or a launch, may do `ROUNDS` and `ALL_TO_ALL` natively, without `run`."""
+    """Exchanges of a merge, for all that does not run it: native calls, prices, checks."""
 
     ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
     ALL_TO_ALL = "each rank to every other, which gets its own heads alone where it needs no more"
@@ -87,16 +87,21 @@ class Pattern(Enum):
 
 
 class Merge(NamedTuple):
-    """One way to merge the partials of all ranks of an axis."""
+    """One way to merge the partials of all ranks of an axis: by `run`, or by what its pattern has instead.
+
+    Ranks of one host may do `ROUNDS` and `ALL_TO_ALL` in a native call (`HostMerge`). Along `ALL_TO_ALL` they may send
+    each rank its own heads alone (`send_heads`). Both give what `run` gives.
+    """
 
     name: str
     run: RunMerge
+    """Merges by a transport."""
     price: Callable[[MergeGroup, MessageSize, Cluster, Cost], None]
     """Adds the predicted cost of `run` to a cost."""
     published_as: str = ""
     """Name of the published scheme of decoding with this merge; empty if there is none."""
     pattern: Pattern | None = None
-    """Pattern of its exchanges. A merge without one always runs by `run`."""
+    """Pattern of the exchanges of `run`. A merge without one always runs by `run`."""
     is_packed: bool = True
     """True if messages travel as bytes. False if the numbers in them are summed on the way, in the dtype of lse."""
 
@@ -107,7 +112,7 @@ class Merge(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        """True if one native call of a host, or one launch, may stand in for `run`."""
+        """True if one native call of a host may stand in for `run`."""
         return self.pattern in (Pattern.ROUNDS, Pattern.ALL_TO_ALL)
 
     def seconds(self, group: MergeGroup, payload: MessageSize, cluster: Cluster) -> float:

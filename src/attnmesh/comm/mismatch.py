@@ -1,7 +1,11 @@
 """How a merge finds that its ranks make different calls: each message of a merge begins with a checksum of the call.
 
-The checksum is two numbers. A merge returns, for each of the two, the maximum over all ranks. The sum of both maxima is
-0 if ranks agree. Calls with the digests 5 and 7 send (5, -5) and (7, -7): the maxima are (7, -5), and their sum is 2.
+        hash      a number of a text or of other values of Python, as `hash_of_call` of a call's options and shapes
+        digest    a number of the bits of tensors (`core/digest.py`); of a call, its hash and the digests of its tensors
+        checksum  what is sent or kept beside data; of a call with the digest n, the two numbers (n, -n)
+
+A merge returns, for each of the two numbers, the maximum over all ranks. The sum of both maxima is 0 if ranks agree.
+Calls with the digests 5 and 7 send (5, -5) and (7, -7): the maxima are (7, -5), and their sum is 2.
 
         a rank that      sends                      sum of the maxima
         makes a call     (n, -n), of its digest n   0 if all ranks make the same call, otherwise above 0
@@ -21,6 +25,7 @@ from torch import Tensor
 from attnmesh.core.digest import SUM_ELEMENTS, digest
 from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.kernels.stacked_merge import launch_checksum, use_triton
+from attnmesh.kernels.triton_runtime import interpreted
 
 MODULUS = (1 << 24) - 3
 """Modulus of the digests in checksums: float32 holds all smaller integers exactly."""
@@ -41,6 +46,14 @@ class CallsDifferError(Exception):
     def __init__(self, peer: int) -> None:
         super().__init__(peer)
         self.peer = peer
+
+
+def cpu_reads_checksums(device: torch.device) -> bool:
+    """Return whether the CPU reads merged checksums of a device.
+
+    Those of a GPU stay there, so that no CPU waits for them, and those of kernels for GPUs that a CPU interprets.
+    """
+    return device.type == "cpu" and not interpreted()
 
 
 def call_checksum(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
+from attnmesh.comm.comparison import MAILBOXES_OF_MESHES
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.comm.merges import Merge, fastest_merge
@@ -113,6 +114,7 @@ def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
     processes = [payloads[rank][1] if payloads[rank][2] == pid_namespace else 0 for rank in members]
     mailboxes = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     mailboxes.ranks = frozenset(dist.get_process_group_ranks(axis.group))
+    MAILBOXES_OF_MESHES.clear()
     return mailboxes
 
 
@@ -144,7 +146,7 @@ def agreed_hosts(axis: Axis) -> list[list[int]]:
 
 @collective_once  # by axes: a mesh made of known axes is known on all of its ranks, or on none
 def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
-    """Return for each shard the number of its host: a digest of name and network. Collective at its first call.
+    """Return for each shard the number of its host: a hash of name and network. Collective at its first call.
 
     The processes of these ranks are kept in `WORLD`, by which failures name them.
     """

@@ -109,8 +109,8 @@ def cpu_weights() -> Tensor:
         return _weights(SUM_ELEMENTS, torch.device("cpu"))
 
 
-def chained_checksum(before: int, values: Tensor | None) -> int:
-    """Return a checksum of all values so far: equal on two ranks if they were given equal values in equal order."""
+def chained_digest(before: int, values: Tensor | None) -> int:
+    """Return a digest of all values so far: equal on two ranks if they were given equal values in equal order."""
     return before if values is None else (31 * before + int(digest(values)) + values.numel()) % 2**56
 
 

@@ -73,7 +73,7 @@ def keep_machine(cluster: Cluster, device_type: str) -> Path | None:
 
 @cache
 def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
-    """Return the constants that `attnmesh probe` has kept, with a number of their file; None if there are none."""
+    """Return the constants that `attnmesh probe` has kept, with a hash of their file; None if there are none."""
     file = machine_file(device_type)
     if file is None or not file.is_file():
         return None
@@ -82,8 +82,7 @@ def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
         record = json.loads(text)
         if record["device"] != device_type:
             return None
-        digest = int.from_bytes(sha256(text).digest()[:7])
-        return Cluster.of_record(record["cluster"]), digest
+        return Cluster.of_record(record["cluster"]), int.from_bytes(sha256(text).digest()[:7])
     except (OSError, ValueError, KeyError, TypeError, ClusterError) as error:
         why = " ".join(str(error).split())
         warn_once(f"{file} is not read: {why}. Presets are used. Fix: run attnmesh probe, or remove the file.")

@@ -108,7 +108,7 @@ def decode(
     if distance_bias is None and not unsupported:
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
-        return prepared_step.run(inputs, checked)
+        return prepared_step.run(inputs)
     check = partial_of(inputs_and_spec, inputs, options, distance_bias, unsupported)
     if torch.compiler.is_compiling():
         check_compare_option("decode", checked)
@@ -124,7 +124,7 @@ def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
         raise KernelError("decode", "a cache of one piece in a graph", given, fix)
     tensors = (
         tensors_of(cache.own_shard.new_view()),
-        cache.history.checksum_on_device,
+        cache.history.digest_on_device,
         inputs.sinks,
         inputs.key_lengths,
         inputs.indices,

@@ -72,6 +72,6 @@ def decode_shard(
 def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, object]:
     """Return the arguments that ranks compare, with the options of the step, such as whether tokens are selected."""
     q, layout, length = queries
-    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.checksum}
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.digest}
     query_fields = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
     return {**query_fields, **contents, **spec.options}

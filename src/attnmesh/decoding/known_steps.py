@@ -69,7 +69,11 @@ def find_step(
 
 
 def _prepare_step(
-    inputs: StepInputs, spec: StepSpec, signature: Signature | None, prepared: Memo[PreparedStep]
+    inputs: StepInputs,
+    spec: StepSpec,
+    checked: bool | None,
+    signature: Signature | None,
+    prepared: Memo[PreparedStep],
 ) -> PreparedStep:
     """Return the prepared step of a spec, which `prepared` keeps if its signature is known."""
     q, caches = inputs.q, inputs.caches
@@ -81,7 +85,7 @@ def _prepare_step(
                 cache.local_shards.join_pieces()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
     prepared_step = new_prepared_step(
-        q, first.own_shard.view, spec, facts, first.config, is_asynchronous=is_asynchronous
+        q, first.own_shard.view, spec, facts, first.config, checked=checked, is_asynchronous=is_asynchronous
     )
     if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
@@ -102,10 +106,10 @@ def run_new_step(
         check_compare_option(subject, checked)
         inputs, spec = check()
         with torch.no_grad():
-            prepared_step = _prepare_step(inputs, spec, signature, prepared)
+            prepared_step = _prepare_step(inputs, spec, checked, signature, prepared)
     except Exception as error:  # the other ranks may wait in their merge, which this poisons
         merge_agreement_for(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
-        out = prepared_step.run(inputs, checked)
+        out = prepared_step.run(inputs)
     warn_if_transposed(subject, inputs.q, inputs.caches[0].config.kv_heads)
     return out

@@ -3,9 +3,9 @@
 A step attends this rank's keys, merges the partial with those of the other ranks, and returns the output. Steps differ
 in how ranks merge, and so in how they find out whether their calls are equal:
 
-    LoneStep        there are no other ranks
-    HostMergedStep  ranks of one host merge natively, and compare their calls by that merge
-    AgreedStep      all others: a `MergeAgreement` is around the merge
+    LoneStep             there are no other ranks
+    HostMergedStep       ranks of one host merge natively, and compare their calls by that merge
+    TransportMergedStep  all others: a `MergeAgreement` is around the merge
 
 `known_steps.py` finds the prepared step of a call.
 """
@@ -13,7 +13,7 @@ in how ranks merge, and so in how they find out whether their calls are equal:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,11 @@ from attnmesh.comm.mismatch import call_checksum, call_digest
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import ask_in_step, fields_of_step, gather_heads, merge_agreement_for
-from attnmesh.decoding.step_arguments import PartsToCompare, StepInputs, StepSpec
+from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
-
-Verdict = bool | Tensor | None
-"""Result of the comparison of calls in a merge: if equal, True or a checksum whose sum is 0. None on one rank."""
 
 
 @dataclass(eq=False)
@@ -42,35 +39,41 @@ class PreparedStep:
 
     spec: StepSpec
     attention: CachedAttention
-    blank_message: Callable[[], BlankMessage] | None
-    """Returns memory that the kernel writes its partial into; None where the kernel allocates its own."""
     facts: tuple[Any, ...]
     """Options, dtypes and shapes of the call. Ranks compare their hash."""
     config: CacheConfig | None
     """None in a graph, which has no caches."""
+    checked: bool | None
+    """The call's `checked`; False in a graph, which cannot raise."""
     refuses_graphs: bool
     """True where the CPU reads what is on the device, which no CUDA graph can hold."""
-    output_heads: slice | None = None
-    """Heads of the output in a merged partial; None for all."""
+    blank_message: Callable[[], BlankMessage] | None
+    """Returns memory that the kernel writes its partial into; None where the kernel allocates its own."""
 
-    is_alone: ClassVar[bool] = False
-
-    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ.
 
         Calls that differ and are not compared give NaN.
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, Verdict]:
-        """Return the partial of all ranks, and the verdict on their calls."""
+    def merge(
+        self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
+    ) -> tuple[Partial, Tensor | None]:
+        """Return the merge of all ranks' partials, and of their checksums if a transport merges."""
         raise NotImplementedError
 
-    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
-        """Return the output, and the verdict of `merge`. The output is NaN if the ranks' calls differ.
+    def compute(
+        self,
+        inputs: StepInputs,
+        views: Sequence[CacheView] | None = None,
+        read_checksum: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Return the output. If the ranks' calls differ, and nothing raises, it is NaN.
 
         Call with `inputs` for which `find_step` has found this step, or for which it was prepared after their checks.
-        `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
+        `views` are given in a graph, which has no caches. The CPU reads nothing of a device, but for `read_checksum`,
+        which gets the merged checksum of a transport.
         """
         spec = self.spec
         if views is None:
@@ -88,11 +91,8 @@ class PreparedStep:
             q, spec.mask, spec.scaling, spec.capacity, added, block, blank.partial, lengths, other_partial
         )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
-        partial = attend(query, views, selected)
-        verdict: Verdict = None
-        if not self.is_alone:
-            partial, verdict = self.merge(partial, blank, inputs.parts_to_compare(self.facts, views))
-        out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
+        partial, checksum = self.merge(attend(query, views, selected), blank, inputs, views)
+        out = partial.out
         if spec.reproducible:
             if sinks is not None and spec.output == "heads":
                 sinks = sinks[spec.token_axis.slice_of(len(sinks))]
@@ -102,78 +102,85 @@ class PreparedStep:
         if lengths is not None:  # NaN for lengths that the cache does not have
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if spec.heads_axis.size > 1:
-            assert isinstance(verdict, Tensor)  # ranks along a heads axis merge in a `TransportMergedStep`
-            out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
-        return out, verdict
+        if checksum is not None:
+            if spec.heads_axis.size > 1:
+                out, checksum = gather_heads(out, checksum, spec, inputs.q.shape[1])
+            if read_checksum is not None:
+                read_checksum(checksum)
+        return out
 
 
 class LoneStep(PreparedStep):
-    """A step of a rank without others."""
+    """A step of a rank without others: there is nothing to compare, and nothing to merge."""
 
-    is_alone = True
+    run = PreparedStep.compute
 
-    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output. There is nothing to compare."""
-        return self.compute(inputs)[0]
+    def merge(
+        self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
+    ) -> tuple[Partial, None]:
+        """Return the partial of this rank."""
+        return partial, None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class HostMergedStep(PreparedStep):
     """A step of ranks that share a host, whose native library merges, and says whether their calls are equal."""
 
     host_merge: HostMerge
+    output_heads: slice | None
+    """Heads of the output in a merged partial; None for all."""
 
-    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output, or raise. An agreement is made only to raise: it takes longer than the merge."""
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Return the output, or raise."""
         try:
-            out, is_equal = self.compute(inputs)
+            return self.compute(inputs)
         except Exception as error:
-            merge_agreement_for(inputs.caches, self.spec, checked).raise_through_merge(error)
-        if not is_equal and checked is not False:
-            fields = partial_of(fields_of_step, inputs, self.spec)
-            merge_agreement_for(inputs.caches, self.spec, checked).raise_unequal(fields)
-        return out
+            merge_agreement_for(inputs.caches, self.spec, self.checked).raise_through_merge(error)
 
-    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, bool]:
-        """Merge all ranks' partials into this rank's, inside its message. Return it, and whether calls are equal."""
+    def merge(
+        self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
+    ) -> tuple[Partial, None]:
+        """Merge all ranks' partials into this rank's, inside its message. Raise if their calls differ.
+
+        An agreement is made only to raise: it takes longer than the merge.
+        """
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_digest(*parts))
-        if not is_equal:
+        if not merge(blank.message, call_digest(*inputs.parts_to_compare(self.facts, views))):
+            if self.checked is not False:
+                fields = partial_of(fields_of_step, inputs, self.spec)
+                merge_agreement_for(inputs.caches, self.spec, self.checked).raise_unequal(fields)
             partial.out.fill_(torch.nan)
-        return partial, is_equal
+        heads = self.output_heads
+        return partial if heads is None else Partial(partial.out[:, heads], partial.lse[:, heads]), None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class TransportMergedStep(PreparedStep):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
-    is_asynchronous: bool
-    """True where the CPU waits for nothing of a device."""
+    ask: Callable[[], Tensor] | None
+    """Sends a question in messages of these steps. None where the CPU waits for the device: no question is sent."""
 
-    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+    def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
         q, spec = inputs.q, self.spec
-        fields, ask = partial_of(fields_of_step, inputs, spec), None
-        if self.is_asynchronous:
-            ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
-        description = MergeDescription(self.facts, fields, ask)
-        agreement = merge_agreement_for(inputs.caches, spec, checked)
+        description = MergeDescription(self.facts, partial_of(fields_of_step, inputs, spec), self.ask)
+        agreement = merge_agreement_for(inputs.caches, spec, self.checked)
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
         try:
-            out, checksum = self.compute(inputs)
+            return self.compute(inputs, read_checksum=partial_of(agreement.check_merged, description))
         except Exception as error:
             agreement.raise_through_merge(error)
-        assert isinstance(checksum, Tensor)
-        agreement.check_merged(description, checksum)
-        return out
 
-    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, Tensor]:
+    def merge(
+        self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
+    ) -> tuple[Partial, Tensor]:
         """Return all ranks' partial, and the checksum of their calls. Its sum is 0 if these are equal."""
-        return self.rank_merge.run(partial, call_checksum(*parts, partial.lse, blank.checksum), blank.message)
+        checksum = call_checksum(*inputs.parts_to_compare(self.facts, views), partial.lse, blank.checksum)
+        return self.rank_merge.run(partial, checksum, blank.message)
 
 
 def new_prepared_step(
@@ -183,35 +190,23 @@ def new_prepared_step(
     facts: tuple[Any, ...],
     config: CacheConfig | None = None,
     *,
+    checked: bool | None = False,
     is_asynchronous: bool = False,
 ) -> PreparedStep:
-    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge."""
+    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge.
+
+    The defaults are those of a graph. `is_asynchronous` says that the CPU waits for nothing of a device.
+    """
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
+    settled = spec, attention, facts, config, checked, refuses_graphs
     if spec.token_axis.size == spec.heads_axis.size == 1:
-        return LoneStep(spec, attention, blank, facts=facts, config=config, refuses_graphs=refuses_graphs)
+        return LoneStep(*settled, blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
-        return HostMergedStep(
-            spec,
-            attention,
-            host_merge.blank_message,
-            facts=facts,
-            config=config,
-            refuses_graphs=refuses_graphs,
-            output_heads=host_merge.heads_of_output(spec.output),
-            host_merge=host_merge,
-        )
-    return TransportMergedStep(
-        spec,
-        attention,
-        blank,
-        facts=facts,
-        config=config,
-        refuses_graphs=refuses_graphs,
-        rank_merge=spec.rank_merge,
-        is_asynchronous=is_asynchronous,
-    )
+        return HostMergedStep(*settled, host_merge.blank_message, host_merge, host_merge.heads_of_output(spec.output))
+    ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
+    return TransportMergedStep(*settled, blank, spec.rank_merge, ask)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

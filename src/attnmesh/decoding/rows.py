@@ -98,7 +98,7 @@ def decode_rows(
     prepared = _prepared_steps_of(caches)
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
-        return prepared_step.run(inputs, checked)
+        return prepared_step.run(inputs)
     check = partial_of(_inputs_and_spec_of_rows, inputs, options)
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 

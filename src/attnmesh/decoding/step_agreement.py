@@ -40,7 +40,7 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     width = caches[0].config.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
-    lengths, histories = [cache.length for cache in caches], [cache.history.checksum for cache in caches]
+    lengths, histories = [cache.length for cache in caches], [cache.history.digest for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     by_cache = {held: lengths, "padding and order": histories}
     contents = {field: values[0] if len(values) == 1 else values for field, values in by_cache.items()}
@@ -58,7 +58,7 @@ def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
     return reads_on_device and not is_collective(spec.merge)
 
 
-def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
+def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Take part in the merge of a step with an empty partial and a question. Return the merged checksum.
 
     `like` has the dtype and device of the step's queries, and `shape` is their shape, so that messages have the sizes
@@ -66,7 +66,7 @@ def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: i
     """
     heads = spec.heads_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
-    nothing = identity(q, value_dim, sum_dtype(q.dtype))
+    nothing = identity(q, spec.value_dim, sum_dtype(q.dtype))
     partial, checksum = spec.rank_merge.run(nothing, question_like(nothing.lse))
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, spec, shape[1])[1]
 

@@ -97,9 +97,6 @@ class StepSpec(NamedTuple):
 LENGTH_WEIGHT = GOLDEN_GAMMA
 """Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
 
-PartsToCompare = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a merge's checksum: tensors by their bits, a hash of the facts, and device counts, tokens first."""
-
 
 class StepInputs(NamedTuple):
     """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
@@ -111,7 +108,7 @@ class StepInputs(NamedTuple):
     selected: Selection | None = None
     other_partial: Partial | None = None
     history: Tensor | None = None
-    """History checksum of the cache in a graph, where `caches` is empty; None outside of graphs."""
+    """History digest of the cache in a graph, where `caches` is empty; None outside of graphs."""
 
     @property
     def indices(self) -> Tensor | None:
@@ -132,13 +129,18 @@ class StepInputs(NamedTuple):
         own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)
         return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
-    def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> PartsToCompare:
-        """Return what ranks compare of a call. The hash is of its facts, and of numbers that change between calls."""
+    def parts_to_compare(
+        self, facts: tuple[Any, ...], views: Sequence[CacheView]
+    ) -> tuple[Sequence[Tensor], int, Tensor]:
+        """Return what ranks compare of a call, as `call_digest` takes it: tensors, a hash, and device counts.
+
+        The hash is of the facts, and of numbers that change between calls.
+        """
         q, caches, sinks, key_lengths, selected, _, history = self  # hot path, see `known_steps.py`
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
         for cache in caches:
-            values.append(cache.history.checksum)
+            values.append(cache.history.digest)
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device

@@ -35,7 +35,7 @@ def decode_op(
     facts = (StepSpec.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, spec.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected, history=history)
-    out, _ = new_prepared_step(q, view, spec, facts).compute(inputs, [view])
+    out = new_prepared_step(q, view, spec, facts).compute(inputs, [view])
     length = view.device_counts[LENGTH]
     return torch.where(length <= spec.capacity, out, torch.nan)
 

@@ -131,7 +131,7 @@ class Agreement:
         drop_unreceived(self.mesh)  # messages of a merge that some rank broke off
         all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped their messages
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
-        raise MeshError(self.name, "the same checksum on every rank", given, fix)
+        raise _mark(MeshError(self.name, "the same checksum on every rank", given, fix))
 
     def _compare_texts(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the payloads of all ranks if their texts are equal. Otherwise all ranks raise."""

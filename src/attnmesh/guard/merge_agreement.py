@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.merges import is_collective
+from attnmesh.comm.mismatch import cpu_reads_checksums
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, CallGuard, Fields, may_compare
-from attnmesh.kernels.triton_runtime import interpreted
 
 
 class MergeDescription(NamedTuple):
@@ -71,11 +71,10 @@ class MergeAgreement:
     ) -> None:
         self.guard, self.merge_name, self.checked, self.name, self.poison = guard, merge_name, checked, name, poison
         self.is_compared = not guard.is_alone and may_compare(device)
-        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or guard.repeat_last_merge is not None
+        self.checksum_stays_on_device = not cpu_reads_checksums(device) or guard.repeat_last_merge is not None
         """True if no CPU reads the merged checksum, so that a rank has to ask about a call that is new to it.
 
-        It is True on GPUs, and where GPU kernels are interpreted on a CPU. After one such call it stays True for all
-        later calls on the object.
+        After one such call it stays True for all later calls on the object.
         """
 
     def compare_before_merge(self, description: MergeDescription) -> bool:

@@ -98,7 +98,7 @@ class PreparedLocal(NamedTuple):
 
 
 PREPARED_LOCAL = Memo[PreparedLocal]()
-"""Calls that are prepared for `attend`, and for `attention` on one rank, whose signatures have more fields."""
+"""Calls that are prepared for `attend`, and for `attention` on one rank, whose signatures have more options."""
 
 
 @lru_cache(maxsize=64)

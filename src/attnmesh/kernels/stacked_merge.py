@@ -57,7 +57,7 @@ def merge_stack_by_triton(
 def launch_checksum(
     tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, modulus: int, checksum: Tensor
 ) -> Tensor:
-    """Write the checksum of a call and its negative: of its hash, one or two tensors, and the length of a cache."""
+    """Write the checksum of a call: of its hash, one or two tensors, and the length of a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
     launch(

@@ -18,7 +18,7 @@ from attnmesh.mesh_attention.attention_spec import AttentionSpec, cached_spec, m
 from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.mesh_attention.task import Task, task_of
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import WORLD
 
 
 class Comparison(NamedTuple):
@@ -41,6 +41,11 @@ class PreparedAttention(NamedTuple):
     """None where ranks have not compared the call."""
 
 
+PREPARED_ATTENTIONS = Memo[PreparedAttention](2048)
+"""Calls that are prepared on meshes, by signatures with the mesh. Those on one rank are in `PREPARED_LOCAL`."""
+WORLD.on_close(PREPARED_ATTENTIONS.clear)
+
+
 def prepare_attention(
     mesh: RankMesh, arguments: AttentionArguments, checked: bool | None, latent_widths: LatentWidths | None = None
 ) -> PreparedAttention:
@@ -55,7 +60,7 @@ def prepare_attention(
     signature = None
     if arguments.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent_widths, *options, checked))
-    known = _prepared_attentions().find(signature)
+    known = PREPARED_ATTENTIONS.find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
         prepared = _prepare_uncompared(mesh, arguments, checked, known)
@@ -64,13 +69,7 @@ def prepare_attention(
     if prepared is known or signature is None:
         return prepared
     task = None if needs_grad(q, k, v, sinks) else task_of(prepared.spec, q.shape[1], (q, k, v), latent_widths)
-    return _prepared_attentions().keep(signature, prepared._replace(task=task))
-
-
-@cached_per_world()
-def _prepared_attentions() -> Memo[PreparedAttention]:
-    """Return what is prepared, by the signatures of calls."""
-    return Memo(2048)
+    return PREPARED_ATTENTIONS.keep(signature, prepared._replace(task=task))
 
 
 def _spec_of_assumed_counts(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> AttentionSpec:

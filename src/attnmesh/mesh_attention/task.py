@@ -27,7 +27,7 @@ from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.auto_choices import agreed_mode
 from attnmesh.mesh_attention.head_swap import HeadAllToAll, HeadTensors
 from attnmesh.mesh_attention.latents import LatentWidths, Projection
-from attnmesh.runtime.memo import Memo, index_on
+from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -105,31 +105,35 @@ def task_of(
     `q_heads` counts the query heads of all ranks. The tensors may have this rank's share of the heads alone.
     """
     q, k, v = qkv
-    signature = spec, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths
-    if (task := _tasks().get(signature)) is None:
-        with torch.inference_mode(False):  # it is kept for later calls, in any mode
-            task = _tasks().keep(signature, _new_task(spec, q_heads, qkv, latent_widths))
-    return task
+    return _new_task(spec, q_heads, (q.shape, k.shape, v.shape), q.dtype, q.device, latent_widths)
 
 
+@cached_per_world(2048)
+@torch.inference_mode(False)  # the task is kept for later calls, in any mode
 def _new_task(
-    spec: AttentionSpec, q_heads: int, qkv: tuple[Tensor, Tensor, Tensor], latent_widths: LatentWidths | None
+    spec: AttentionSpec,
+    q_heads: int,
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
+    dtype: torch.dtype,
+    device: torch.device,
+    latent_widths: LatentWidths | None,
 ) -> Task:
     """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
     mesh, problem = spec.mesh, spec.problem
-    q, k, v = qkv
-    kv_heads = q_heads * k.shape[1] // q.shape[1]
-    sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+    (batch, own_q_heads, _, dim), (_, own_kv_heads, *_), (*_, value_dim) = shapes
+    kv_heads = q_heads * own_kv_heads // own_q_heads
+    sizes = batch, q_heads, kv_heads, dim, value_dim  # all but tokens, of which a rank may have 0
     if spec.exchange == "auto":
-        mode = agreed_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
+        mode = agreed_mode(mesh, device, dtype, sizes, problem, latent_widths)
     else:
         mode = EXCHANGE_MODES[spec.exchange]
     own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
     group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
     groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
     tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
-    whole = zip(qkv, tokens, strict=True)  # tensors of the whole chunk
-    q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
+    one = torch.empty(1, dtype=dtype, device=device)
+    whole = zip(shapes, tokens, strict=True)  # tensors of the whole chunk
+    q, k, v = (one.expand(*shape[:2], count, shape[3]) for shape, count in whole)
     steps = []
     gathers = zip(own_schedule.key_steps, own_schedule.gradient_steps, own_schedule.bands, strict=True)
     for gather, onward, band in gathers:
@@ -137,13 +141,7 @@ def _new_task(
         steps.append(TaskStep(gather, onward, band, choose(request, spec.kernel)))
     # In a ring several exchanges along an axis may be under way at once, each to one rank: none waits for its turn.
     head_channel, kv_channel, query_channel = (
-        Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes
+        Channel(axis, device, one_at_a_time=group_count == 1) for axis in mesh.axes
     )
     along_heads = HeadAllToAll(head_channel, own_schedule)
     return Task(spec, own_schedule, groups, steps, along_heads, kv_channel, query_channel)
-
-
-@cached_per_world()
-def _tasks() -> Memo[Task]:
-    """Return this rank's tasks, by their `AttentionSpec` and the shapes of tensors."""
-    return Memo(2048)

@@ -2,7 +2,7 @@
 
 A store may outlive a world, as torchrun's does when it restarts its workers, and keep keys of the old world. So every
 rank writes a new random word, and rank 0 publishes all words. The world begins when each rank has found its own word
-among the published ones. The prefix of the world's keys is a digest of the words.
+among the published ones. The prefix of the world's keys is a hash of the words.
 """
 
 import json

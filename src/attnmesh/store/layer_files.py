@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import SUM_ELEMENTS, chained_checksum, digest_of_sums, wide_size
+from attnmesh.core.digest import SUM_ELEMENTS, chained_digest, digest_of_sums, wide_size
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
@@ -127,7 +127,7 @@ class PieceSums:
 
 def extend_chain(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     """Return the chain of checksums of the pieces so far and of one more."""
-    return chained_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
+    return chained_digest(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
 
 
 def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:

@@ -172,7 +172,7 @@ def _digest(bits, count, WIDE: tl.constexpr):
 def checksum_program(
     bits, count, other_bits, other_count, device_counts, call_hash, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Store a checksum of a call's hash, the cache's length and the bits of two tensors, and its negative."""
+    """Store the checksum of a call: of its hash, the cache's length and the bits of two tensors."""
     digests = _digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE)
     total = (digests + call_hash + tl.load(device_counts)) % MODULUS
     total = tl.where(total < 0, total + MODULUS, total).to(tl.float32)
