@@ -129,9 +129,8 @@ class LocalShards:
         return self.cpu_length, self.rank_counts.by_rank(self.cpu_length)[shard.index] - shard.earlier_tokens
 
     def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
-        """Return why a step of `queries` queries cannot be served, or None.
+        """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
 
-        Where the kernel alone reads the length, `queries` is None: in a graph, and once a graph has appended.
         New steps and known steps both call this function, so all reasons of these shards belong here.
         """
         shard = self.own

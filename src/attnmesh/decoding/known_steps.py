@@ -49,8 +49,7 @@ def find_step(
         return None, None
     if prepared_step is None:
         return signature, None
-    is_read_on_gpu = on_gpu and not prepared_step.refuses_graphs  # the length, by the kernel
-    if on_gpu and not is_read_on_gpu and is_capturing(first.device):
+    if on_gpu and prepared_step.refuses_graphs and is_capturing(first.device):
         return signature, None
     spec = prepared_step.spec
     config = prepared_step.config
@@ -63,10 +62,7 @@ def find_step(
                 return signature, None  # the step is of caches of another kind
             if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
-        counted: int | None = queries
-        if is_read_on_gpu and shards.in_graphs and own_config.capacity == spec.capacity:
-            counted = None  # the CPU would wait for the length; the kernel gives NaN beyond the capacity
-        if shards.step_fault(counted, reproducible=spec.reproducible) is not None:
+        if shards.step_fault(queries, reproducible=spec.reproducible) is not None:
             return signature, None
     return signature, prepared_step
 
