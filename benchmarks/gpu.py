@@ -13,7 +13,12 @@ import torch
 
 from attnmesh.runtime.machine import machine
 
-TESTS = ["tests/kernels", "tests/hf/test_step_graph.py", "tests/cli/test_generate_command.py"]
+TESTS = [
+    "tests/kernels",
+    "tests/hf/test_step_graph.py",
+    "tests/cli/test_generate_command.py",
+    "tests/diffusers/test_family_plans.py",
+]
 """Folders and files with tests that need a GPU."""
 
 WORKERS = str(min(12, os.cpu_count() or 1))

@@ -16,6 +16,7 @@ from attnmesh.errors import ShapeError
 from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
 from tests.support.emulation.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
 from tests.support.emulation.emulated_waits import on_gpu
+from tests.support.emulation.noted_graphs import noted_graphs
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -79,11 +80,26 @@ def test_a_graph_gives_the_tokens_of_the_model(gpu, graphs, options):
     assert "forward" not in vars(model)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_generate_gives_the_same_tokens_with_and_without_a_graph(gpu, graphs, do_sample):
+    model = model_of(LlamaConfig(**SIZES, num_key_value_heads=2, eos_token_id=None))
+
+    def tokens() -> Tensor:
+        torch.manual_seed(1)
+        options = {"max_new_tokens": TOKENS, "do_sample": do_sample}
+        return hf.generate(model, PROMPTS.cuda(), mesh=None, **options).cpu()
+
+    found = tokens()
+    assert [graph.replays for graph in graphs] == [TOKENS - 2]
+    with patch("attnmesh.hf.step_graph._is_capturable", lambda *_: False):
+        assert torch.equal(found, tokens())
+
+
 def test_a_cache_that_grows_is_captured_again(gpu, graphs):
-    with patch("attnmesh.hf.cache.layer.growth_capacity", lambda tokens: tokens + 6):
+    with patch("attnmesh.hf.cache.layer.growth_capacity", lambda tokens: tokens + 6), noted_graphs() as noted:
         _, equal = both(model_of(LLAMA), tokens=10)
     assert equal
-    assert len(graphs) == 2
+    assert [steps.all_captures for steps in noted] == [len(graphs)] == [2]
 
 
 def test_a_cache_goes_on_after_its_graph(gpu, graphs):

@@ -1,4 +1,4 @@
-"""What the interpreter of Triton remembers of operands is what it would find out anew."""
+"""The interpreter of Triton remembers of operands what it would find out anew, and refuses what a compiler does."""
 
 import importlib
 from itertools import product
@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-import tests.support.emulation.interpreted  # noqa: F401 (it lets the interpreter remember)
+from attnmesh.kernels.triton_runtime import launch
+from tests.support.emulation.interpreted import interpreting
 
 pytest.importorskip("triton")
 
@@ -70,3 +72,16 @@ def test_numbers_of_one_type_are_changed_each_by_itself() -> None:
         ours = type(semantic).broadcast_impl_value
         expected = outcome(ours.__wrapped__, semantic, wide, narrow, ())
         assert [outcome(ours, semantic, wide, narrow, ()) for _ in range(2)] == [expected] * 2
+
+
+def test_a_launch_is_given_what_its_program_takes() -> None:
+    """Without a change the interpreter passes over keywords that are unknown, which a GPU refuses."""
+    x = torch.zeros(4, dtype=torch.int64)
+    given = {"bits": x, "count": 4, "other_bits": x, "other_count": 0, "device_counts": x, "MODULUS": 97, "WIDE": 16}
+    checksum = torch.empty(2)
+    where = "decode", "checksum", (1,), torch.device("cpu")
+    with interpreting("triton"):
+        launch(*where, **given, call_hash=5, checksum=checksum, num_warps=4)
+        assert checksum.tolist() == [5.0, -5.0]
+        with pytest.raises(TypeError, match="the program takes no number, state"):
+            launch(*where, **given, call_hash=5, checksum=checksum, number=5, state=x)

@@ -1,5 +1,6 @@
 """On a GPU: steps of a model as a CUDA graph, bit by bit beside the model's own."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from attnmesh import hf
-from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
+from attnmesh.hf.step_graph import PACKAGES, steps_as_graphs
+from tests.support.emulation.noted_graphs import NotedGraph, noted_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -27,23 +29,10 @@ MOE = Qwen3MoeConfig(
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
+def graphs() -> Iterator[list[NotedGraph]]:
     """The graphs of steps that are asked for."""
-    made: list[StepGraph] = []
-
-    class Noted(StepGraph):
-        captures = 0
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-        def _capture(self, given: dict[str, Any]) -> bool:
-            self.captures += 1
-            return super()._capture(given)
-
-    monkeypatch.setattr("attnmesh.hf.step_graph.StepGraph", Noted)
-    return made
+    with noted_graphs() as made:
+        yield made
 
 
 def model_on_gpu(config: Any, kind: Any = AutoModelForCausalLM) -> Any:
@@ -54,7 +43,7 @@ def model_on_gpu(config: Any, kind: Any = AutoModelForCausalLM) -> Any:
 
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "experts"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_each_replay_of_a_model_has_the_bits_of_its_own_pass(graphs: list[StepGraph], config: Any, rows: int) -> None:
+def test_each_replay_of_a_model_has_the_bits_of_its_own_pass(graphs: list[NotedGraph], config: Any, rows: int) -> None:
     """Also where the cache grows."""
     model = model_on_gpu(config)
     ids = torch.randint(500, (rows, 320), device="cuda")
@@ -69,7 +58,7 @@ def test_each_replay_of_a_model_has_the_bits_of_its_own_pass(graphs: list[StepGr
                 assert torch.equal(found, expected[i - 40]), i
     assert cache.get_seq_length() == own.get_seq_length() == 320
     (steps,) = graphs
-    assert steps.given_up or steps.captures >= 2
+    assert steps.given_up or steps.all_captures >= 2
     assert config is MOE or not steps.given_up
 
 
@@ -85,7 +74,7 @@ class Reading(LlamaForCausalLM):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Reading])
 def test_generate_gives_the_same_tokens_with_and_without_a_graph(
-    graphs: list[StepGraph], monkeypatch: pytest.MonkeyPatch, kind: Any, do_sample: bool
+    graphs: list[NotedGraph], monkeypatch: pytest.MonkeyPatch, kind: Any, do_sample: bool
 ) -> None:
     monkeypatch.setattr("attnmesh.hf.step_graph.PACKAGES", (*PACKAGES, "tests"))
     model, ids = model_on_gpu(LLAMA, kind), torch.randint(500, (2, 50), device="cuda")

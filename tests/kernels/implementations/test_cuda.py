@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attnmesh.kernels.implementations import cuda
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Rectangle, cut
+from benchmarks import gpu
 from tests.support.emulation.interpreted import interpreting
 from tests.support.truth.problems import draw
 from tests.support.truth.tolerances import FLOAT32
@@ -194,3 +196,11 @@ def test_without_a_gpu_make_gpu_prints_its_commands() -> None:
     assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
     assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["the", "every", "decoding,", "all"]
     assert "benchmarks/results/gpu_name-of-the-gpu_20" in done.stdout
+
+
+def test_make_gpu_runs_each_file_with_tests_that_need_a_gpu() -> None:
+    root = Path(gpu.__file__).parents[1]
+    marked = [file for file in (root / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text("utf-8")]
+    run = [root / name for name in gpu.TESTS]
+    assert len(marked) > 4
+    assert [file for file in marked if not any(file.is_relative_to(each) for each in run)] == []

@@ -66,6 +66,7 @@ class Wait(NamedTuple):
 class EmulatedTensor(torch.Tensor):
     """A tensor that says it is on a GPU. Its numbers are in `values`, a tensor on the CPU."""
 
+    __slots__ = ("gpu", "values")  # not attributes that a class of the package copies to other tensors
     __torch_function__ = torch._C._disabled_torch_function_impl
     values: Tensor
     gpu: "EmulatedGPU"
@@ -90,6 +91,10 @@ class EmulatedTensor(torch.Tensor):
         gpu = next(x.gpu for x in tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor))
         return gpu.run(operator, args, kwargs or {})
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the same values as an emulated tensor of another class."""
+        return EmulatedTensor.__new__(_emulated(cls), self.values, self.gpu)
+
     def tolist(self) -> Any:
         """Read the numbers."""
         self.gpu.record("read", "tolist")
@@ -110,6 +115,14 @@ class EmulatedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an emulated tensor cannot be sent to another process: send x.cpu()")
+
+
+@cache
+def _emulated(cls: Any) -> Any:
+    """Return the class of emulated tensors of a class."""
+    if cls is Tensor or issubclass(cls, EmulatedTensor):
+        return EmulatedTensor if cls is Tensor else cls
+    return type(cls.__name__, (cls, EmulatedTensor), {"__slots__": ()})
 
 
 class EmulatedGPU(TorchDispatchMode):
@@ -158,7 +171,9 @@ class EmulatedGPU(TorchDispatchMode):
         """Add a wait to the record, with the place of the package that caused it."""
         if self.graph is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        if self.sync_debug_mode != "default":
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.sync_debug_mode == "warn":
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if self.is_recording:
             self.waits.append(Wait(kind, operator, _place(sys._getframe(1))))

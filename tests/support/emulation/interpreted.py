@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, wraps
 from importlib.util import find_spec
 from inspect import getmembers
@@ -91,6 +91,22 @@ def _leave_out_checks_of_no_effect() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def _refuse_unknown_keywords() -> None:
+    """Let a launch refuse keywords that its program does not take, as a compiled one does."""
+    launch: Any = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    compiler: Any = importlib.import_module("triton.backends.nvidia.compiler")
+    options = {field.name for field in fields(compiler.CUDAOptions)}
+    call = launch.__call__
+
+    @wraps(call)
+    def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if unknown := keywords.keys() - {*self.arg_names} - options:
+            raise TypeError(f"the program takes no {', '.join(sorted(unknown))}")
+        call(self, *arguments, **keywords)
+
+    launch.__call__ = checked
+
+
 Change = Callable[[Any, Any], Any]
 """Makes an operand what its operator takes, given Triton's semantic."""
 
@@ -161,6 +177,7 @@ if find_spec("triton") and not torch.cuda.is_available():
     _patch_once_a_launch()
     _describe_types_once()
     _leave_out_checks_of_no_effect()
+    _refuse_unknown_keywords()
     _remember_operands()
 
 
