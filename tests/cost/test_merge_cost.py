@@ -16,6 +16,7 @@ from attnmesh.cost.merge_cost import (
     tree_rounds,
 )
 from attnmesh.cost.rates import Device, Link
+from attnmesh.mesh.reduction_tree import reduction_rounds
 
 pytestmark = pytest.mark.quick
 
@@ -29,9 +30,26 @@ def test_a_message_has_the_columns_of_out_one_of_lse_and_a_checksum() -> None:
 
 
 def test_a_tree_merges_inside_hosts_first() -> None:
-    assert tree_rounds(4, 2) == (PricedRound(1, 4, 0), PricedRound(1, 4, 2))
-    assert tree_rounds(8, 2) == (PricedRound(1, 8, 0), PricedRound(1, 8, 2), PricedRound(1, 8, 2))
-    assert sum(one.in_all for one in tree_rounds(3, 3)) == 5  # of two ranks with each other, then with the third
+    assert tree_rounds(4, 2) == (PricedRound(1, 4, 0, 0), PricedRound(1, 0, 4, 2))
+    assert tree_rounds(8, 2) == (PricedRound(1, 8, 0, 0), PricedRound(1, 0, 8, 2), PricedRound(1, 0, 8, 2))
+    # Of three ranks two exchange first; then the third sends to both, and one of them to it.
+    assert tree_rounds(6, 3) == (PricedRound(1, 4, 0, 0), PricedRound(2, 6, 0, 0), PricedRound(1, 0, 6, 3))
+
+
+@pytest.mark.parametrize("ranks_per_host", range(1, 8))
+@pytest.mark.parametrize("hosts", range(1, 8))
+def test_messages_of_a_tree_are_counted_one_by_one(hosts: int, ranks_per_host: int) -> None:
+    ranks = hosts * ranks_per_host
+    by_rank = reduction_rounds(
+        [list(range(ranks))[start : start + ranks_per_host] for start in range(0, ranks, ranks_per_host)]
+    )
+    pairs = [(rank, peer) for rank, rounds in by_rank.items() for one in rounds for peer in one.send]
+    between = sum(a // ranks_per_host != b // ranks_per_host for a, b in pairs)
+    rounds = tree_rounds(ranks, ranks_per_host) if ranks > 1 else ()
+    assert sum(one.between_messages for one in rounds) == between
+    assert sum(one.inside_messages for one in rounds) == len(pairs) - between
+    if hosts & (hosts - 1) == 0:  # otherwise one half of the hosts may still be inside while the other is between
+        assert not any(one.inside_messages and one.between_messages for one in rounds)
 
 
 def hosts_of(group: MergeGroup) -> list[int]:

@@ -67,6 +67,14 @@ def test_one_process_goes_on_with_the_ids_of_another(tmp_path: Path) -> None:
     assert read(tmp_path, 1).tolist() == [[1, 2, 5, 6]]
 
 
+def test_no_ids_were_written_yet(tmp_path: Path) -> None:
+    ids = TokenIds(tmp_path)
+    ids.write(torch.empty(2, 0, dtype=torch.int64))
+    assert read(tmp_path, 2).shape == (2, 0)
+    ids.write(torch.tensor([[1, 2], [3, 4]]))
+    assert read(tmp_path, 2).tolist() == [[1, 2], [3, 4]]
+
+
 def removed(content: bytes, file: Path) -> None:
     file.unlink()
 

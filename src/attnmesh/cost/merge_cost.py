@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import lru_cache
+from itertools import groupby
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -86,37 +87,37 @@ class PricedRound(NamedTuple):
 
     rank_messages: int
     """Messages that the busiest rank sends."""
-    all_messages: int
-    """Messages that all ranks send."""
+    inside_messages: int
+    """Messages of all ranks inside their hosts."""
+    between_messages: int
+    """Messages of all ranks between hosts."""
     leaving_messages: int
     """Messages that leave the busiest host."""
 
 
 @lru_cache(maxsize=256)
 def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[PricedRound, ...]:
-    """Return the rounds of the reduction tree of `ranks` ranks, `ranks_per_host` of them on each host."""
-    by_rank = reduction_rounds(
-        [list(range(start, start + ranks_per_host)) for start in range(0, ranks, ranks_per_host)]
-    )
+    """Return the rounds of the reduction tree of `ranks` ranks, `ranks_per_host` of them on each host.
+
+    Every rank takes part in the last round. One without a peer, as the third of a host of three, begins a round later.
+    """
+    host_of = [rank // ranks_per_host for rank in range(ranks)]
+    by_rank = reduction_rounds([[*group] for _, group in groupby(range(ranks), host_of.__getitem__)])
     rounds = []
-    for index in range(max(map(len, by_rank.values()))):
-        sends = {rank: own_rounds[index].send for rank, own_rounds in by_rank.items() if index < len(own_rounds)}
-        leaving = Counter(
-            sender // ranks_per_host
-            for sender, peers in sends.items()
-            for receiver in peers
-            if sender // ranks_per_host != receiver // ranks_per_host
-        )
-        counts = [len(peers) for peers in sends.values()]
-        rounds.append(PricedRound(max(counts), sum(counts), max(leaving.values(), default=0)))
+    for left in range(max(map(len, by_rank.values())), 0, -1):
+        sends = {rank: own_rounds[-left].send for rank, own_rounds in by_rank.items() if left <= len(own_rounds)}
+        hosts = [(host_of[sender], host_of[receiver]) for sender, peers in sends.items() for receiver in peers]
+        leaving = Counter(sender for sender, receiver in hosts if sender != receiver)
+        between = leaving.total()
+        most = max(map(len, sends.values()))
+        rounds.append(PricedRound(most, len(hosts) - between, between, max(leaving.values(), default=0)))
     return tuple(rounds)
 
 
 def _round(tree_round: PricedRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if tree_round.leaving_messages else cluster.inside
-    messages = group.groups * tree_round.all_messages
-    inside, between = (0, messages) if tree_round.leaving_messages else (messages, 0)
+    link = cluster.between if tree_round.between_messages else cluster.inside
+    inside, between = group.groups * tree_round.inside_messages, group.groups * tree_round.between_messages
     total.add_traffic(inside * size, between * size, between)
     transfer = max(
         tree_round.rank_messages * size / link.rate,

@@ -154,7 +154,7 @@ def decode_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) 
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.ranks_per_host:
             rounds = tree_rounds(group.ranks, group.ranks_per_host)
-            leaving_rounds = sum(merge_round.leaving_messages > 0 for merge_round in rounds)
+            leaving_rounds = sum(merge_round.between_messages > 0 for merge_round in rounds)
             times = leaving_rounds if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:

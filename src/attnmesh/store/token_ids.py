@@ -39,7 +39,9 @@ class TokenIds:
         try:
             content = bytearray(read_file(self.path))
         except FileNotFoundError as error:
-            raise StoreError("load", "the ids of all tokens", f"no {self.path}", DAMAGED_FIX) from error
+            if self.journal.last.stop:
+                raise StoreError("load", "the ids of all tokens", f"no {self.path}", DAMAGED_FIX) from error
+            content = bytearray()  # the file is made with the first ids
         whole = len(content) // 8 // batch * batch
         ids = torch.empty(0, dtype=torch.int64, device="cpu")
         if whole:
