@@ -24,7 +24,7 @@ def test_a_part_has_the_rows_between_and_one_more_slot() -> None:
     part = whole.part(2, 5)
     assert (whole.token_count, part.token_count) == (9, 3)
     assert part.token_index.tolist() == [102, 103, 104, 105]
-    for x, own in zip(part.stored, whole.stored, strict=True):
+    for x, own in zip(part.kv_tensors, whole.kv_tensors, strict=True):
         assert torch.equal(x, own[:, :, 2:6])
     assert part.positions is not None
     assert whole.positions is not None
@@ -43,9 +43,9 @@ def test_a_reorder_has_the_sequences_of_its_index(index: list[int]) -> None:
     made = whole.reordered(order, block=4)
     assert whole.positions is not None
     assert made.positions is not None
-    for x, own in zip((*made.stored, made.positions), (*whole.stored, whole.positions), strict=True):
+    for x, own in zip((*made.kv_tensors, made.positions), (*whole.kv_tensors, whole.positions), strict=True):
         assert torch.equal(x, own[order])
-    for x in made.stored:  # ten rows are three blocks of four
+    for x in made.kv_tensors:  # ten rows are three blocks of four
         assert x.untyped_storage().nbytes() >= len(index) * HEADS * 12 * WIDTH * 4
 
 
@@ -53,7 +53,7 @@ def test_the_same_order_and_one_sequence_for_all_copy_nothing() -> None:
     whole, shared = piece(), piece(shared=True)
     assert whole.reordered(torch.arange(BATCH), block=4) is whole
     made = shared.reordered(torch.tensor([2, 2, 0, 1]), block=4)
-    for x, own in zip(made.stored, shared.stored, strict=True):
+    for x, own in zip(made.kv_tensors, shared.kv_tensors, strict=True):
         assert x.shape[0] == 4
         assert x.data_ptr() == own.data_ptr()
         assert torch.equal(x, own[[2, 2, 0, 1]])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import attnmesh as am
-from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
+from attnmesh.cli.plan_page import PagePoints, grid_of, page, page_data
 from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.units import bytes_text, seconds_text
 from tests.support.planning.planned import CLUSTER, SMALL
@@ -21,7 +21,7 @@ GRID = PagePoints(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(1638
 
 
 def test_the_data_of_the_page_is_that_of_plans() -> None:
-    known = data(SMALL, CLUSTER, GRID, lambda _: None)
+    known = page_data(SMALL, CLUSTER, GRID, lambda _: None)
     assert len(known["points"]) == 36
     for (kv_heads, ranks, hosts, length), schemes in zip(product(*GRID), known["points"], strict=True):
         best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema_limits import LEVELS, PATTERN_NAMES, PATTERNS, SchemaGraph, Work, check_limits, depth_of
+from attnmesh.serve.schema_limits import LEVELS, PATTERN_NAMES, PATTERNS, SchemaGraph, Work, checked_divisors, depth_of
 
 pytestmark = pytest.mark.quick
 
@@ -98,26 +98,26 @@ def test_patterns_add_up_where_they_hold_for_one_text() -> None:
     assert SchemaGraph("f", {"anyOf": [pattern] * 5}).work() == Work(1, 1)
     assert SchemaGraph("f", {"allOf": [pattern, pattern | {"format": "date"}]}).work() == Work(3, 1)
     assert SchemaGraph("f", {"properties": {"x": pattern, "y": pattern}}).work().patterns == 1
-    check_limits("f", {"allOf": [pattern] * PATTERNS})
+    checked_divisors("f", {"allOf": [pattern] * PATTERNS})
     with pytest.raises(Refused, match=f"at most {PATTERNS} patterns"):
-        check_limits("f", {"allOf": [pattern] * (PATTERNS + 1)})
+        checked_divisors("f", {"allOf": [pattern] * (PATTERNS + 1)})
 
 
 def test_divisors_multiply_where_they_hold_for_one_number() -> None:
     both = {"allOf": [{"multipleOf": 6}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"multipleOf": 10}}}
     assert SchemaGraph("f", both).work() == Work(0, 60)
-    assert check_limits("f", both) == (6 + 10) * 60 // 10
-    assert check_limits("f", {"anyOf": [{"multipleOf": 6}, {"multipleOf": 10}]}) == 16
-    assert check_limits("f", {"type": "string"}) == 0
+    assert checked_divisors("f", both) == (6 + 10) * 60 // 10
+    assert checked_divisors("f", {"anyOf": [{"multipleOf": 6}, {"multipleOf": 10}]}) == 16
+    assert checked_divisors("f", {"type": "string"}) == 0
 
 
 def test_references_and_addresses_that_lead_nowhere_are_refused_by_their_place() -> None:
     for place in ("#/$defs/b", "a", "#a", 5, "#/type"):
         with pytest.raises(Refused) as raised:
-            check_limits("f", {"properties": {"x": {"$ref": place}}, "type": "object", "$defs": {"a": True}})
+            checked_divisors("f", {"properties": {"x": {"$ref": place}}, "type": "object", "$defs": {"a": True}})
         assert raised.value.param == "f.properties.x.$ref"
     with pytest.raises(Refused, match=r"f.items.\$id: expected none within a schema"):
-        check_limits("f", {"$id": "taken", "items": {"$id": "refused"}})
+        checked_divisors("f", {"$id": "taken", "items": {"$id": "refused"}})
     many = {"patternProperties": {str(number): True for number in range(PATTERN_NAMES + 1)}}
     with pytest.raises(Refused, match=f"f.patternProperties: expected at most {PATTERN_NAMES}"):
-        check_limits("f", many)
+        checked_divisors("f", many)

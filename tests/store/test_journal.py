@@ -47,7 +47,7 @@ def test_a_record_replaces_what_comes_after_its_start(tmp_path: Path) -> None:
         assert runs_in(file) == [(4096, 4096, 7), (4096, 4100, 1), (4100, 4101, 2)]
         journal.add(4100, 4103, 4103, digest=3)
         assert runs_in(file) == [(4096, 4096, 7), (4096, 4100, 1), (4100, 4103, 3)]
-        assert journal.row_counts == (4096, 4103, 4103)
+        assert journal.slot_counts == (4096, 4103, 4103)
         journal.begin(8192, 8200, chain=9, rows=[(8200, 4)])
     assert runs_in(file) == [(8192, 8192, 9), (8192, 8200, 4)]
     assert file.stat().st_size == 2 * RECORD_BYTES
@@ -108,4 +108,4 @@ def test_two_writers_and_a_file_that_was_removed_are_refused(tmp_path: Path) -> 
         journal.path.unlink()
         with pytest.raises(FileNotFoundError):
             journal.add(0, 1, 1, digest=1)
-        assert journal.row_counts == (0, 0, 0)
+        assert journal.slot_counts == (0, 0, 0)

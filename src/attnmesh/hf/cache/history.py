@@ -57,19 +57,19 @@ class HeldTokens(NamedTuple):
         return cls(min(shortest), min(named), max(lowest), max(is_interrupted))
 
 
-def gathered_ids(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
+def gathered_ids(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:
     """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv.config.batch:
+    own_ids = torch.zeros(kv_cache.config.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv_cache.config.batch:
         own_ids = tokens
-    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.rank_mesh.axes)]
-    length = min((n for n in lengths if n), default=0)
-    if not length or length < kv.length:
+    lengths = [numbers[0] for numbers in dist_all_gather_ints([own_ids.shape[1]], kv_cache.rank_mesh.axes)]
+    length = min(filter(None, lengths), default=0)
+    if not length or length < kv_cache.length:
         return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
-    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.rank_mesh.axes)
-    ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv_cache.config.batch, length)
+    ids_by_rank = dist_all_gather_ints(own_ids.flatten().tolist(), kv_cache.rank_mesh.axes)
+    ids = next(rank_ids for rank_ids, count in zip(ids_by_rank, lengths, strict=True) if count)
+    return torch.tensor(ids, device="cpu").view(kv_cache.config.batch, length).to(kv_cache.device)
