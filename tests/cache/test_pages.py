@@ -123,7 +123,7 @@ def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch
         with pytest.raises(torch.OutOfMemoryError):
             cache.append_pages(keys, values, table)
     assert (cache.length, cache.used, cache.own_shard.earlier_pieces, cache.local_shards.forked) == (0, 0, (), False)
-    assert (cache.local_shards.cpu_length, cache.own_shard.token_bytes) == (0, 0)
+    assert (cache.local_shards.counter.length, cache.own_shard.token_bytes) == (0, 0)
     cache.append_pages(keys, values, table)
     cache.append(*numbers(2, 1, 2, 48, 8, seed=3))
     assert cache.keys[0, :, :12].equal(keys[2:5].flatten(0, 1).transpose(0, 1))

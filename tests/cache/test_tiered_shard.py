@@ -332,11 +332,12 @@ def test_an_interrupt_adds_no_token() -> None:
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(20)
-    before, counted = cache.local_shards.rank_counts, cache.local_shards.cpu_length
+    counter = cache.local_shards.counter
+    before = counter.rank_counts, counter.length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
-    assert (cache.local_shards.rank_counts, cache.local_shards.cpu_length) == (before, counted)
+    assert (counter.rank_counts, counter.length) == before
 
 
 def fails(*_: object) -> None:

@@ -160,10 +160,10 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(CacheConfig, "rows_of", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append(*new(1, 1)[1:])
-    assert cache.own_shard.used_at_most == cache.used == 20
+    assert cache.local_shards.counter.used_slots[0] == cache.used == 20
     for step in range(50):
         cache.append(*new(1, step)[1:])
-        assert cache.own_shard.used_at_most == cache.used
+        assert cache.local_shards.counter.used_slots[0] == cache.used
 
 
 @pytest.mark.parametrize(("inner", "tokens"), [("try_append_run", 1), ("append_at", 5)])

@@ -235,7 +235,7 @@ def step_while_one_disagrees(kind: str, odd: int, checked: bool | None) -> str:
         q = q + 1 if kind == "query" else q
         if kind == "length":
             cache.own_shard.append(tokens(1, 3), None, None)
-            cache.local_shards.cpu_length += 1
+            cache.local_shards.counter.appended(1)
     try:
         out = am.decode(q, cache, checked=checked)
     except InputError as error:

@@ -108,7 +108,7 @@ def test_a_cache_goes_on_after_its_graph(gpu, graphs):
     cache, _ = both(model)
     cache.crop(-TOKENS)
     assert cache.get_seq_length() == PROMPTS.shape[1]
-    assert not any(kv_cache.local_shards.in_graphs for kv_cache in cache.kv_caches)
+    assert not any(kv_cache.local_shards.counter.in_graphs for kv_cache in cache.kv_caches)
     first = model(PROMPTS[:, :1].cuda(), past_key_values=cache).logits
     fresh = hf.ShardedCache(LLAMA, None)
     model(PROMPTS.cuda(), past_key_values=fresh)
@@ -176,7 +176,7 @@ def test_a_capture_that_fails_is_not_tried_again(gpu, graphs):
     cache, equal = both(model_of(LLAMA, Failing))
     assert equal
     assert len(graphs) == 1
-    assert not any(kv_cache.local_shards.in_graphs for kv_cache in cache.kv_caches)
+    assert not any(kv_cache.local_shards.counter.in_graphs for kv_cache in cache.kv_caches)
 
 
 def test_other_calls_of_the_model_leave_the_graph_as_it_is(gpu, graphs):

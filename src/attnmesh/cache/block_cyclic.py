@@ -73,7 +73,7 @@ class ShardReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenCounts:
+class RankCounts:
     """Tokens per rank: `initial` for the first `start` tokens, block-cyclic from there on."""
 
     block_cyclic: BlockCyclic
@@ -83,13 +83,13 @@ class TokenCounts:
     def by_rank(self, length: int) -> list[int]:
         """Return how many of the first `length` tokens each rank holds.
 
-        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).by_rank(7)
+        >>> RankCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).by_rank(7)
         [5, 2]
         """
         count = self.block_cyclic.count
         return [initial + count(rank, length) - count(rank, self.start) for rank, initial in enumerate(self.initial)]
 
-    def with_shards(self, length: int, reports: Sequence[ShardReport]) -> "TokenCounts":
+    def with_shards(self, length: int, reports: Sequence[ShardReport]) -> "RankCounts":
         """Return the counts after ranks have added the tokens of their reports to the first `length`.
 
         Raise unless all new tokens together continue the sequence, each on exactly one rank.
@@ -101,7 +101,7 @@ class TokenCounts:
         counts = self.by_rank(length)
         for report in reports:
             counts[report.rank] += report.token_count
-        return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
+        return RankCounts(self.block_cyclic, length + new_count, tuple(counts))
 
     def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:
         """Raise unless each rank has slots for its part of `length` tokens. Block-cyclic tokens always fit."""

@@ -275,7 +275,7 @@ class KVCache(CacheProperties):
             report = self.own_shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
         reports = self.own_shard.block_cyclic.reports_in(table)
-        rank_counts = self.local_shards.rank_counts.with_shards(start, reports)
+        rank_counts = self.local_shards.counter.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
         new.check_token_mask("append_shard", self.config, new_count)
         self.local_shards.check_unpadded("append_shard", token_mask)
@@ -286,7 +286,7 @@ class KVCache(CacheProperties):
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
                 self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
-        self.local_shards.adopt_counts(rank_counts)
+        self.local_shards.counter.adopted(rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:

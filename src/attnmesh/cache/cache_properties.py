@@ -89,4 +89,4 @@ class CacheProperties:
     @property
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
-        return self.local_shards.rank_counts.start == 0
+        return self.local_shards.counter.rank_counts.start == 0

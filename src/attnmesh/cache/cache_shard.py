@@ -82,7 +82,6 @@ class CacheShard:
             last = USED if config.mask is None else FORGOTTEN_BLOCKS
             self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
-        self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
     def _allocate(self) -> tuple[list[Tensor], Tensor]:
@@ -179,10 +178,6 @@ class CacheShard:
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
         if length_and_used is None or not plain or not self.try_append_run(new, new_count, *length_and_used):
             self._append_by_device(new, new_count, token_mask)
-        if self.config.mask is not None:
-            assert length_and_used is not None  # a cache that forgets is in no graph
-            length, count = length_and_used[0], self.turn.count
-            self.used_at_most += count(length + new_count) - count(length)
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
@@ -278,7 +273,6 @@ class CacheShard:
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
         self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
-        self.used_at_most += len(order)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
@@ -299,7 +293,7 @@ class CacheShard:
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
-        used = self.used_at_most = self.turn.count(length) - gone
+        used = self.turn.count(length) - gone
         counts = [length, used, gone // self.config.block][: len(self.device_counts)]
         self.device_counts.copy_(torch.tensor(counts, device="cpu"))
         if token_mask is not None:
@@ -316,8 +310,7 @@ class CacheShard:
             self._unshare(count)
         if self.padding is not None:  # after `_unshare`, which may find no memory for the cut block
             self.padding.cut(length, self.length)
-        self.used_at_most = count - self.earlier_tokens
-        self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
+        self.device_counts[LENGTH], self.device_counts[USED] = length, count - self.earlier_tokens
         if not length:
             self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
@@ -343,9 +336,12 @@ class CacheShard:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
 
-    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Make room for `new_count` tokens. Where needed, forget those before token `first()`, and return True."""
-        if not (forget or self.has_spare or self.used_at_most + new_count > self.slots):
+    def make_room(self, used: int, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
+        """Make room for `new_count` tokens beside `used` ones. Where needed, forget those before token `first()`.
+
+        Return True if the shard has other memory now.
+        """
+        if not (forget or self.has_spare or used + new_count > self.slots):
             return False
         start = first()
         gone = self.count_before(start)
@@ -389,8 +385,7 @@ class CacheShard:
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
-        self.used_at_most = used - forgotten + sum(piece.token_count for piece in before)
-        self.device_counts[USED] = self.used_at_most
+        self.device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""

@@ -102,16 +102,18 @@ def step_fault(shards: LocalShards, queries: int | None, *, reproducible: bool) 
     shard = shards.own
     config = shard.config
     if reproducible:
-        if shard.padding is not None or shards.rank_counts.start:
+        if shard.padding is not None or shards.counter.rank_counts.start:
             return StepFault.LAYOUT
         if not shard.block_cyclic.is_even:
             return StepFault.SHARES
         if config.hot is not None and shard.device.type != "cpu":
             return StepFault.TIERS
     if queries is not None:
-        length = shards.cpu_length
-        if shard.device.type != "cuda" or (shards.in_graphs and not is_capturing(shard.device)):
+        counter = shards.counter
+        if shard.device.type != "cuda" or (counter.in_graphs and not is_capturing(shard.device)):
             length = shard.device_counts.tolist()[LENGTH]
+        else:
+            length = counter.length
         if not queries <= length <= config.capacity:
             return StepFault.LENGTH
         if config.mask is not None and not shards.serves(length - queries):
@@ -137,11 +139,11 @@ def check_step(
             raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
         case StepFault.FORGOTTEN:
             length = shards.length
-            seen = f"queries of token {shards.first_query} and later ones"
+            seen = f"queries of token {shards.oldest_query} and later ones"
             expected = f"{seen}: the cache has forgotten what earlier tokens see"
             given = f"queries of the tokens from {length - queries} to {length - 1}"
             fix = "decode after each append, or pass queries= to append_shard"
-            fix = fix if length > shards.first_query else "append the next token first"
+            fix = fix if length > shards.oldest_query else "append the next token first"
             raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
         case StepFault.LAYOUT:
             given = "a padded batch" if own.padding is not None else "tokens in the layout of a sharded prefill"

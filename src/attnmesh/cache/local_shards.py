@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmesh.cache.block_cyclic import TokenCounts
+from attnmesh.cache.block_cyclic import RankCounts
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.frozen_piece import FrozenPiece
-from attnmesh.cache.window import WindowStart, first_needed
+from attnmesh.cache.token_counter import TokenCounter
+from attnmesh.cache.window import WindowStart, oldest_kept_token
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
@@ -25,20 +26,7 @@ from attnmesh.runtime.tensors import Tensors
 class LocalShards:
     """Shards of a cache on this rank: its own, and copies of other ranks' shards.
 
-    Tokens are counted in several places. This class alone writes its counts, and a shard those of its own::
-
-        count                 of which tokens                        who reads it
-        shard.device_counts   those of all ranks, and of the shard   kernels, and the CPU if the shard is there
-        cpu_length            those of all ranks                     the CPU, which would wait for a GPU
-        rank_counts           those of each rank, up to any length   the same, and checks of room on other ranks
-        shard.used_at_most    those of the shard                     `CacheShard.make_room`, if the cache forgets
-
-    An append or a truncation writes `device_counts` first and then the others, so that all agree. A graph's replay
-    writes `device_counts` alone: `cpu_length` and `used_at_most` lag behind them. `in_graphs` is true from the capture
-    on, and `length` asks the device, until `leave_graphs` corrects `cpu_length`. `used_at_most` is corrected when the
-    shard moves its tokens or loses some. Where the shard is on the CPU, `length` always asks it, and `check_fits`
-    corrects `cpu_length`. `rank_counts` holds for any length while tokens lie block-cyclic. Ranks agree on new ones
-    when tokens do not.
+    This class alone changes shards, and tells its `counter` of each change.
     """
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
@@ -50,14 +38,10 @@ class LocalShards:
         self.own = make(axis.index)
         self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
         """Copies of other ranks' shards, by index along the tokens axis."""
-        self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.cpu_length = 0
-        """Tokens on all ranks, without those that graphs append."""
-        self.in_graphs = False
-        """True if a graph holds an append: the CPU does not see its replays."""
+        self.counter = TokenCounter(self.own.block_cyclic, [axis.index, *self.copy_shards])
         self.forked = False
         """True if other caches may share memory with this one. All ranks say the same, also one that shares none."""
-        self.first_query = 0
+        self.oldest_query = 0
         """The cache serves this query and all later ones. Tokens that none of these sees may be forgotten."""
 
     @property
@@ -83,6 +67,7 @@ class LocalShards:
             change(self.own),
             {index: change(shard) for index, shard in self.copy_shards.items()},
         )
+        other.counter = self.counter.copied()
         return other
 
     def join_pieces(self) -> CacheShard:
@@ -93,45 +78,25 @@ class LocalShards:
 
     def replace_own(self, shard: CacheShard) -> None:
         """Let another shard of this rank's tokens be the own one."""
-        self.own, self.cpu_length = shard, shard.length
+        self.own = shard
+        self.counter.counted(shard.length)
 
     @property
     def length(self) -> int:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
-        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.cpu_length
-
-    def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
-        """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
-        if torch.compiler.is_compiling():
-            return None
-        if shard.device.type != "cuda":
-            length, used, *_ = shard.device_counts.tolist()
-            return length, used
-        if self.in_graphs or is_capturing(shard.device):
-            return None
-        if self.forget_mask is not None:
-            return self.cpu_length, shard.used_at_most
-        return self.cpu_length, self.rank_counts.by_rank(self.cpu_length)[shard.index] - shard.earlier_tokens
-
-    def adopt_counts(self, rank_counts: TokenCounts) -> None:
-        """Count each rank's tokens as all ranks have reported them."""
-        self.rank_counts = rank_counts
-
-    def set_length(self, length: int) -> None:
-        """Count `length` tokens on all ranks, as the ranks have agreed and the shards have them."""
-        self.cpu_length = length
+        return self.counter.length_in(self.own)
 
     def leave_graphs(self) -> None:
         """Let the CPU count tokens again: no graph appends any more."""
-        if self.in_graphs:
-            self.cpu_length, self.in_graphs = self.own.length, False
+        if self.counter.in_graphs:
+            self.counter.left_graphs(self.own.length)
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
-        if self.length + new_count > self.own.config.capacity or self.rank_counts.start:
+        if self.length + new_count > self.own.config.capacity or self.counter.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count)
 
-    def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts | None = None) -> None:
+    def check_fits(self, subject: str, new_count: int, rank_counts: RankCounts | None = None) -> None:
         """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank.
 
         `rank_counts` are those after the call, or None if the call does not change them.
@@ -139,17 +104,16 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return
         capacity = self.own.config.capacity
-        unsure = self.in_graphs or self.cpu_length + new_count > capacity
-        if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
-            self.cpu_length = self.length
-        if self.cpu_length + new_count > capacity:
-            given = f"{self.cpu_length} tokens and {new_count} more in a cache of {capacity}"
-            fix = f"call cache.reserve({self.cpu_length + new_count}) on every rank"
+        # In a capture the CPU may not wait for the tokens that other graphs have appended.
+        length = self.counter.length if is_capturing(self.own.device) else self.length
+        if length + new_count > capacity:
+            given = f"{length} tokens and {new_count} more in a cache of {capacity}"
+            fix = f"call cache.reserve({length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forget_mask is None:  # the shards of a cache that forgets grow
             turns = self.own.block_cyclic.turns  # earlier pieces of a rank lie in some of its slots
-            counts = self.rank_counts if rank_counts is None else rank_counts
-            counts.check(subject, self.cpu_length + new_count, lambda rank: usual_slots(self.own.config, turns[rank]))
+            counts = self.counter.rank_counts if rank_counts is None else rank_counts
+            counts.check(subject, length + new_count, lambda rank: usual_slots(self.own.config, turns[rank]))
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder, or in two memories, gets padding."""
@@ -167,7 +131,7 @@ class LocalShards:
             given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
             raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
         if length and not self.serves(length):
-            expected = f"0, or at least {self.first_query}: the cache has forgotten what earlier tokens see"
+            expected = f"0, or at least {self.oldest_query}: the cache has forgotten what earlier tokens see"
             fix = (
                 f"make the cache with keep={before - length} or more, counted from the longest length; or truncate to 0"
             )
@@ -175,35 +139,42 @@ class LocalShards:
 
     def try_append(self, new: Tensors) -> bool:
         """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
-        shard = self.own
-        length_and_used = self.length_and_used(shard)
+        shard, counter = self.own, self.counter
+        length_and_used = counter.length_and_used(shard)
         new_count = new[0].shape[2]
         if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.config.capacity:
             return False
-        if shard.padding is not None or self.rank_counts.start:
+        if shard.padding is not None or counter.rank_counts.start:
             return False
         if self.copy_shards or shard.config.mask is not None:
-            self.append(new, None)
+            counter.counted(length_and_used[0])
+            self._append(new, None)
             return True
         if not shard.try_append_run(new, new_count, *length_and_used):
             return False
-        self.cpu_length = length_and_used[0] + new_count
+        counter.length = length_and_used[0] + new_count  # as `counted`: each call takes its time in a step
         return True
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
+        self._recount()
+        self._append(new, token_mask)
+
+    def _append(self, new: Tensors, token_mask: Tensor | None) -> None:
+        """Add new tokens after those that are counted."""
         new_count = new[0].shape[2]
         if self.forget_mask is None:
             for shard in self.all:
-                shard.append(new, token_mask, self.length_and_used(shard))
+                shard.append(new, token_mask, self.counter.length_and_used(shard))
         else:
-            start, first_query = self.cpu_length, self._first_query_after(new_count, new_count)
+            start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
             for shard in self.all:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                if shard.make_room(own_count, partial(self._first_needed, first_query)):
-                    self.first_query = first_query  # not at the end alone: what comes next may find no memory
-                shard.append(new, token_mask, self.length_and_used(shard))
-            self.first_query = first_query
+                if self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query)):
+                    self.oldest_query = oldest_query  # not at the end alone: what comes next may find no memory
+                shard.append(new, token_mask, self.counter.length_and_used(shard))
+                self.counter.filled(shard, own_count)
+            self.oldest_query = oldest_query
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -212,19 +183,21 @@ class LocalShards:
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
+        self._recount()
         if self.forget_mask is None:
             self.own.append_at(new, tokens, new_count, token_mask)
         else:
-            first_query = self._first_query_after(new_count, queries)
-            first = self._first_needed(first_query, token_mask, new_count)
-            if skips := first > self.cpu_length:
+            oldest_query = self._oldest_query_after(new_count, queries)
+            first = self.oldest_kept_token(oldest_query, token_mask, new_count)
+            if skips := first > self.counter.length:
                 kept = tokens >= first
                 new = tuple(x[:, :, kept] for x in new)
                 tokens = tokens[kept]
-            if self.own.make_room(len(tokens), lambda: first, forget=skips):
-                self.first_query = first_query  # as in `append`
+            if self._make_room(self.own, len(tokens), lambda: first, forget=skips):
+                self.oldest_query = oldest_query  # as in `append`
             self.own.append_at(new, tokens, new_count, token_mask)
-            self.first_query = first_query
+            self.counter.filled(self.own, len(tokens))
+            self.oldest_query = oldest_query
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
 
@@ -241,13 +214,25 @@ class LocalShards:
                 self.own.truncate(0)
                 raise
             self.forked = True
-        self.cpu_length += new_count
+        self.counter.appended(new_count)
+
+    def _recount(self) -> None:
+        """Count anew: graphs may have appended tokens, or an error may have ended an append."""
+        if may_compare(self.own.device):
+            self.counter.counted(self.length)
 
     def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):
-            self.cpu_length += new_count
+            self.counter.appended(new_count)
         else:  # a graph is made, not run
-            self.in_graphs = True
+            self.counter.captured()
+
+    def _make_room(self, shard: CacheShard, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
+        """Let a shard have room for `new_count` tokens. Return True if it had to forget those before token `first()`."""
+        if not shard.make_room(self.counter.used_slots[shard.index], new_count, first, forget=forget):
+            return False
+        self.counter.moved(shard)
+        return True
 
     def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
@@ -266,17 +251,19 @@ class LocalShards:
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:
-                shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
+                self._make_room(shard, len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
+            if self.forget_mask is not None:
+                self.counter.filled(shard, len(token_index))
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
         for shard in self.all:
             shard.truncate(length)
-        if length < self.rank_counts.start:
-            kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
-            self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
-        self.cpu_length, self.first_query = length, min(self.first_query, length)
+            if self.forget_mask is not None:
+                self.counter.moved(shard)
+        self.counter.truncated(length, table)
+        self.oldest_query = min(self.oldest_query, length)
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -285,19 +272,21 @@ class LocalShards:
                 shard.grow(config)
 
     def prepare(self, length: int, start: WindowStart) -> None:
-        """Make room at block-cyclic slots for the tokens from `start.first_token` up to `length`."""
-        self.first_query = start.first_query
+        """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
+        self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
-            count = self.own.turn.count
-            self.own.make_room(count(length) - count(start.first_token), lambda: start.first_token)
+            count, first = self.own.turn.count, start.oldest_kept_token
+            self._make_room(self.own, count(length) - count(first), lambda: first)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
         shard = self.own
         used = shard.mark_present(length, token_mask, first)
+        if self.forget_mask is not None:
+            self.counter.moved(shard)
         new = tuple(x[:, :, :used] for x in shard.kv_tensors)
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
-        self.cpu_length = length
+        self.counter.counted(length)
 
     @property
     def forget_mask(self) -> Mask | None:
@@ -306,37 +295,33 @@ class LocalShards:
 
     def serves(self, query: int) -> bool:
         """Return whether all tokens that queries from token `query` on see are cached."""
-        if self.forget_mask is None or query >= self.first_query:
+        if self.forget_mask is None or query >= self.oldest_query:
             return True
         first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
-        return self.forget_mask.first_seen(self.first_query) <= first_seen
-
-    def first_token(self) -> int:
-        """Return the first token that is needed."""
-        return self._first_needed(self.first_query)
+        return self.forget_mask.first_seen(self.oldest_query) <= first_seen
 
     @property
     def window_start(self) -> WindowStart:
-        """The first token that is needed, and the first query that can be decoded."""
-        return WindowStart(self.first_token(), self.first_query)
+        """The oldest token that is kept, and the oldest query that can be decoded."""
+        return WindowStart(self.oldest_kept_token(self.oldest_query), self.oldest_query)
 
-    def _first_query_after(self, new_count: int, queries: int) -> int:
-        """Return the first query to serve after an append: no later than the last `queries`, or those after a cut."""
-        past = max(queries, self.own.config.keep + 1)
-        return max(self.first_query, self.cpu_length + new_count - past)
-
-    def _first_needed(self, first_query: int, token_mask: Tensor | None = None, new_count: int = 0) -> int:
-        """Return the first token that `first_query` needs, after `new_count` new tokens with this mask."""
+    def oldest_kept_token(self, oldest_query: int, token_mask: Tensor | None = None, new_count: int = 0) -> int:
+        """Return the oldest token that `oldest_query` needs, after `new_count` new tokens with this mask."""
         if self.forget_mask is None:
             return 0
-        shard, length, real = self.own, self.cpu_length, None
+        shard, length, real = self.own, self.length, None
         if shard.padding is not None or token_mask is not None:
             real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
             if shard.padding is not None:
                 real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forget_mask, first_query, shard.config.block, real)
+        return oldest_kept_token(self.forget_mask, oldest_query, shard.config.block, real)
+
+    def _oldest_query_after(self, new_count: int, queries: int) -> int:
+        """Return the oldest query to serve after an append: no later than the last `queries`, or those after a cut."""
+        past = max(queries, self.own.config.keep + 1)
+        return max(self.oldest_query, self.counter.length + new_count - past)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ Where the hot tier is full, its oldest blocks move to the cold tier in one copy.
 from collections.abc import Callable, Sequence
 from errno import ENOENT
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,15 @@ def _in_blocks(tokens: int, block: int) -> int:
     return -(-tokens // block) * block
 
 
+class TierCounts(NamedTuple):
+    """Tokens of a shard in two memories, as the CPU counts them."""
+
+    length: int
+    """Tokens on all ranks."""
+    hot: int
+    """Those of this shard in the hot tier."""
+
+
 class TieredShard(OrderedShard):
     """Tokens of one rank: `kv_tensors` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
@@ -46,7 +56,7 @@ class TieredShard(OrderedShard):
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
-        self.cpu_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
+        self.counts = TierCounts(0, 0)
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
@@ -56,12 +66,12 @@ class TieredShard(OrderedShard):
     @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
-        return self.cpu_length
+        return self.counts.length
 
     @property
     def used_slots(self) -> int:
         """Tokens in the hot tier."""
-        return self.hot_count
+        return self.counts.hot
 
     @property
     def cold_tokens(self) -> int:
@@ -95,7 +105,7 @@ class TieredShard(OrderedShard):
 
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
-        self.cpu_length, self.hot_count = length, used
+        self.counts = TierCounts(length, used)
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
@@ -113,11 +123,11 @@ class TieredShard(OrderedShard):
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
         rows = self.config.keys_and_values(piece.kv_tensors)
         with torch.inference_mode(False):
-            counts = torch.tensor([self.cpu_length, piece.token_count], device="cpu")
+            counts = torch.tensor([self.length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
 
     def _copy_length_to(self, piece: CacheView) -> None:
-        piece.device_counts[LENGTH] = self.cpu_length
+        piece.device_counts[LENGTH] = self.length
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave. Otherwise return False."""
@@ -126,7 +136,7 @@ class TieredShard(OrderedShard):
         try:
             if not super().try_append_run(new, new_count, length, used):
                 return False
-            self.cpu_length, self.hot_count = length + new_count, used + own_count
+            self.counts = TierCounts(length + new_count, used + own_count)
         except BaseException:  # Ctrl-C, after the device has counted them
             self._set_counts(length, used)
             raise

@@ -14,10 +14,10 @@ from attnmesh.errors import MaskError, ShapeError, checked_int
 
 
 class WindowStart(NamedTuple):
-    """The first token that a cache has, and the first query that it serves: it has forgotten what earlier ones see."""
+    """The oldest token that a cache keeps, and the oldest query that it serves: it has forgotten what earlier ones see."""
 
-    first_token: int = 0
-    first_query: int = 0
+    oldest_kept_token: int = 0
+    oldest_query: int = 0
 
 
 def check_window(mask: Mask | None, keep: int) -> None:
@@ -35,7 +35,7 @@ def check_window(mask: Mask | None, keep: int) -> None:
         raise MaskError("KVCache mask", expected, repr(mask), fix)
 
 
-def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:
+def oldest_kept_token(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:
     """Return the start of the first block with a token that token `query`, or a later one, sees.
 
     Positions count the tokens that are real by `token_mask`, (batch, tokens).

@@ -49,7 +49,7 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
     rows: dict[str, Tensor] = {}
     for group in groups_of(kv_caches, block):
         first = kv_caches[group[0]]
-        start = block.start if first.config.mask is None else first.local_shards.first_token()
+        start = block.start if first.config.mask is None else first.local_shards.window_start.oldest_kept_token
         bounds = _bounds(first.own_shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
             indices = (*(piece.token_index for piece in first.own_shard.earlier_pieces), first.own_shard.token_index)
@@ -114,7 +114,7 @@ class CacheFiller:
         starts = rows_by_file[0].get(WINDOW_STARTS, torch.empty(0, device="cpu")).tolist()
         if len(starts) != len(self.kv_caches):
             raise StoreError("load", "a state of each layer", f"{len(starts)}", DAMAGED_FIX)
-        self.window_starts = [WindowStart(int(first_token), int(first_query)) for first_token, first_query in starts]
+        self.window_starts = [WindowStart(int(token), int(query)) for token, query in starts]
         for kv_cache, start in zip(self.kv_caches, self.window_starts, strict=True):
             kv_cache.local_shards.prepare(block.stop, start)
 
@@ -137,7 +137,7 @@ class CacheFiller:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
         shard = self.kv_caches[group[0]].own_shard
         forgets = self.kv_caches[group[0]].config.mask is not None
-        first = self.window_starts[group[0]].first_token if forgets else block.start
+        first = self.window_starts[group[0]].oldest_kept_token if forgets else block.start
         tokens = torch.arange(first, block.stop, device="cpu")
         return tokens[shard.turn.holds(tokens)]
 
@@ -157,7 +157,7 @@ class CacheFiller:
             return None
         indices = torch.searchsorted(needed, token_index[chosen])
         counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64, device="cpu"))
-        gone = shard.turn.count(self.window_starts[group[0]].first_token) if self.window_starts else 0
+        gone = shard.turn.count(self.window_starts[group[0]].oldest_kept_token) if self.window_starts else 0
         slots = shard.turn.slot(token_index[chosen]) - gone
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
@@ -178,4 +178,4 @@ class CacheFiller:
         """Mark the first `length` tokens as present. Collective."""
         starts = self.window_starts or [WindowStart()] * len(self.kv_caches)
         for kv_cache, start in zip(self.kv_caches, starts, strict=True):
-            kv_cache.local_shards.mark_present(length, None, start.first_token)
+            kv_cache.local_shards.mark_present(length, None, start.oldest_kept_token)

@@ -113,7 +113,7 @@ def _load_once(
         if not all(done for (done,) in table):
             return None
         for layer, (cache, start) in enumerate(zip(caches, manifest.window_starts, strict=True)):
-            cache.local_shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
+            cache.local_shards.mark_present(manifest.length_of(layer), token_mask, start.oldest_kept_token)
     return caches, extra_tensors, manifest.note
 
 
@@ -284,7 +284,7 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader, first = next(iter(shards.items()))
-    start = manifest.window_starts[leader].first_token
+    start = manifest.window_starts[leader].oldest_kept_token
     end = manifest.length_of(leader)
     forgotten = first.turn.count(start)
     used = first.turn.count(end) - forgotten

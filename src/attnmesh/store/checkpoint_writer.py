@@ -70,7 +70,7 @@ class SavedGroup(NamedTuple):
     def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
         """Return the group of these layers."""
         first = shards[layers[0]]
-        saved_slots = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
+        saved_slots = slice(first.count_before(manifest.window_starts[layers[0]].oldest_kept_token), first.used_slots)
         kv_tensors = {
             f"{kind} {layer}": x
             for layer in layers

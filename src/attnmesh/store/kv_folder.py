@@ -208,8 +208,8 @@ class KVFolder:
         if found != length:
             given = f"{found} of {length} tokens in {self.path}"
             raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
-        shards.adopt_counts(shards.rank_counts.with_shards(0, reports))
-        shards.set_length(length)
+        shards.counter.adopted(shards.counter.rank_counts.with_shards(0, reports))
+        shards.counter.counted(length)
         if length > shard.config.capacity:
             shards.grow(replace(shard.config, capacity=length))
         self._publish_layer(layer, shard.config)

@@ -72,7 +72,7 @@ class Manifest(NamedTuple):
     @property
     def tokens_in_files(self) -> int:
         """Tokens in the files of all ranks along the tokens axis, for each group of layers."""
-        return sum(self.length_of(layer) - self.window_starts[layer].first_token for layer in self.groups)
+        return sum(self.length_of(layer) - self.window_starts[layer].oldest_kept_token for layer in self.groups)
 
     @property
     def folder_name(self) -> str:
@@ -195,8 +195,8 @@ def _check_configs(manifest: Manifest) -> None:
     fits &= manifest.head_ranks > 0 and manifest.token_ranks > 0
     ends = manifest.lengths or (manifest.length,) * len(manifest.configs)
     for config, start, end in zip(manifest.configs, manifest.window_starts, ends, strict=True):
-        fits &= start.first_token <= start.first_query <= end <= min(manifest.length, config.capacity)
-        fits &= config.mask is not None or start.first_query == 0
+        fits &= start.oldest_kept_token <= start.oldest_query <= end <= min(manifest.length, config.capacity)
+        fits &= config.mask is not None or start.oldest_query == 0
     if not fits:
         raise ValueError("sizes that contradict each other")
 

@@ -93,8 +93,8 @@ def recover(
     configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
     new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
-        cache.local_shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
-    moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.first_token for start in starts])
+        cache.local_shards.prepare(length, start._replace(oldest_query=min(start.oldest_query, length)))
+    moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.oldest_kept_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
         for layer in range(len(new_caches)):
@@ -281,7 +281,7 @@ def _check_alike(
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (
-            all(start.first_token == 0 or start.first_query <= length for start in starts),
+            all(start.oldest_kept_token == 0 or start.oldest_query <= length for start in starts),
             "ranks as far as each other",
             f"ranks that have forgotten what token {length} sees",
             LOAD_INSTEAD,

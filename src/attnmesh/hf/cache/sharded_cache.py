@@ -219,7 +219,7 @@ class ShardedCache(StoredLayers):
             lowest = min(counts) + is_interrupted
         else:
             all_shards = [kv_cache.local_shards for kv_cache in self.kv_caches]
-            lowest = max((0 if shards.serves(0) else shards.first_query for shards in all_shards), default=0)
+            lowest = max((0 if shards.serves(0) else shards.oldest_query for shards in all_shards), default=0)
         named = 0 if self.tokens is None else self.tokens.shape[1]
         return HeldTokens(min(counts), named, lowest, is_interrupted)
 

@@ -267,7 +267,9 @@ class StoreScheduler:
         key_bytes = (block.stop - block.start) * self._token_bytes(cache)
         forgetting = [kv_cache for kv_cache in cache.kv_caches if kv_cache.config.mask is not None]
         for kv_cache in forgetting:
-            key_bytes += (kv_cache.length - kv_cache.local_shards.first_token()) * (_row_bytes(kv_cache.config) + 8)
+            key_bytes += (kv_cache.length - kv_cache.local_shards.window_start.oldest_kept_token) * (
+                _row_bytes(kv_cache.config) + 8
+            )
         state_bytes = sum(x.nbytes for x in cache.states.values())
         return int(key_bytes + state_bytes) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
 

@@ -1,0 +1,88 @@
+"""Counts of a cache's tokens by the CPU, which would wait if it asked a GPU."""
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+
+from attnmesh.cache.block_cyclic import BlockCyclic, RankCounts
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.guard.agreement import is_capturing
+
+
+class TokenCounter:
+    """Tokens of a cache's shards, as the CPU counts them.
+
+    Kernels read `device_counts` of a shard. The CPU reads them too if the shard is there, and otherwise asks this
+    object. Each change of a shard writes `device_counts`, and is then told to this object. A graph's replay writes
+    `device_counts` alone: from the capture on `length` may lag behind them, and the CPU asks the device.
+    """
+
+    def __init__(self, block_cyclic: BlockCyclic, shards: Sequence[int]) -> None:
+        """Count no tokens yet. `shards` are the indices of those on this rank."""
+        self.length = 0
+        """Tokens on all ranks, without those that graphs append."""
+        self.rank_counts = RankCounts(block_cyclic, 0, (0,) * block_cyclic.ranks)
+        """Tokens of each rank, of any length: ranks agree on new ones when tokens do not lie block-cyclic."""
+        self.used_slots = dict.fromkeys(shards, 0)
+        """Slots in use of each shard of this rank, by its index, if the cache forgets."""
+        self.in_graphs = False
+        """True if a graph holds an append: the CPU does not see its replays."""
+
+    def copied(self) -> "TokenCounter":
+        """Return a counter that goes on from here by itself."""
+        other = copy(self)
+        other.used_slots = {**self.used_slots}
+        return other
+
+    def appended(self, new_count: int) -> None:
+        """All ranks together have `new_count` more tokens."""
+        self.length += new_count
+
+    def captured(self) -> None:
+        """A graph appends when it is replayed."""
+        self.in_graphs = True
+
+    def counted(self, length: int) -> None:
+        """All ranks together have `length` tokens, those of graphs included."""
+        self.length = length
+
+    def left_graphs(self, length: int) -> None:
+        """No graph appends any more, and all ranks together have `length` tokens."""
+        self.length, self.in_graphs = length, False
+
+    def truncated(self, length: int, table: Sequence[Sequence[int]]) -> None:
+        """The tokens from `length` on are gone. Rows of `table` are (rank, its tokens before `length`)."""
+        if length < self.rank_counts.start:
+            kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
+            self.rank_counts = RankCounts(self.rank_counts.block_cyclic, length, tuple(count for _, count in kept))
+        self.length = length
+
+    def adopted(self, rank_counts: RankCounts) -> None:
+        """All ranks have reported the tokens of each."""
+        self.rank_counts = rank_counts
+
+    def filled(self, shard: CacheShard, new_count: int) -> None:
+        """A shard of a cache that forgets has tokens in `new_count` more slots."""
+        self.used_slots[shard.index] += new_count
+
+    def moved(self, shard: CacheShard) -> None:
+        """A shard of a cache that forgets has lost tokens, or has them in other slots. Its device is asked."""
+        self.used_slots[shard.index] = shard.used_slots
+
+    def length_in(self, shard: CacheShard) -> int:
+        """Return the tokens on all ranks. The device is asked if the shard is on the CPU, or a graph appends."""
+        return shard.length if shard.device.type != "cuda" or self.in_graphs else self.length
+
+    def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
+        """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
+        if torch.compiler.is_compiling():
+            return None
+        if shard.device.type != "cuda":
+            length, used, *_ = shard.device_counts.tolist()
+            return length, used
+        if self.in_graphs or is_capturing(shard.device):
+            return None
+        if shard.config.mask is not None:
+            return self.length, self.used_slots[shard.index]
+        return self.length, self.rank_counts.by_rank(self.length)[shard.index] - shard.earlier_tokens
