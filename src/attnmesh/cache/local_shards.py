@@ -228,7 +228,7 @@ class LocalShards:
             self.counter.captured()
 
     def _make_room(self, shard: CacheShard, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Let a shard have room for `new_count` tokens. Return True if it had to forget those before token `first()`."""
+        """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `first()`."""
         if not shard.make_room(self.counter.used_slots[shard.index], new_count, first, forget=forget):
             return False
         self.counter.moved(shard)

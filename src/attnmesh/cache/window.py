@@ -14,7 +14,10 @@ from attnmesh.errors import MaskError, ShapeError, checked_int
 
 
 class WindowStart(NamedTuple):
-    """The oldest token that a cache keeps, and the oldest query that it serves: it has forgotten what earlier ones see."""
+    """The oldest token that a cache keeps, and the oldest query that it serves.
+
+    The cache has forgotten what earlier queries see.
+    """
 
     oldest_kept_token: int = 0
     oldest_query: int = 0
