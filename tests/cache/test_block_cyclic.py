@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -52,7 +52,7 @@ def dense_step() -> Tensor:
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
     config, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
-    shards = [CacheShard(config, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
+    shards = [MemoryShard(config, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)
     taken, number = 0, 0

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.caches.make import empty_cache, mesh_or_none, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -119,7 +119,7 @@ def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(CacheShard, point, no_memory)
+        patch.setattr(MemoryShard, point, no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append_pages(keys, values, table)
     assert (cache.length, cache.used, cache.own_shard.earlier_pieces, cache.local_shards.forked) == (0, 0, (), False)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.cache import cache_shard
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache import memory_shard
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.storage import STORAGES
 from attnmesh.guard.agreement import CallGuard
@@ -127,15 +127,15 @@ def test_forks_and_copies_go_on_apart() -> None:
 
 
 def test_a_device_without_memory_to_reorder_leaves_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reorder = tiered_cache(100, batch=2), CacheShard.reorder
+    cache, reorder = tiered_cache(100, batch=2), MemoryShard.reorder
 
-    def on_the_cpu_alone(shard: CacheShard, index: Tensor) -> None:
+    def on_the_cpu_alone(shard: MemoryShard, index: Tensor) -> None:
         if isinstance(shard, TieredShard):
             raise torch.OutOfMemoryError
         reorder(shard, index)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CacheShard, "reorder", on_the_cpu_alone)
+        patched.setattr(MemoryShard, "reorder", on_the_cpu_alone)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reorder(torch.tensor([1, 0]))
     assert same_bits(cache)
@@ -234,6 +234,24 @@ def test_ranks_leave_what_all_of_them_wrote(pool: Pool, tmp_path: Path, shape: S
     assert right == dict.fromkeys(right, True)
 
 
+@on_each_rank
+def append_over_edges(path: Path, shape: Shape) -> dict[int, bool]:
+    """On a rank: the lengths after appends over the edge between blocks of two ranks, and what is right then."""
+    mesh = named_mesh(shape, AXES)
+    cache = tiered_cache(14, mesh, folder=path)
+    right = {}
+    for more in (3, 14, 2, 100, 4, 12, 5):
+        grow(cache, more)
+        right[cache.length] = torch.allclose(step_output(cache), step_output(plain(cache.length, mesh)), atol=FLOAT32)
+    return right
+
+
+def test_few_tokens_of_several_ranks_go_to_a_folder(pool: Pool, tmp_path: Path) -> None:
+    shape = Shape(1, 1, 3)
+    for right in pool.run(shape.ranks, append_over_edges, tmp_path, shape):
+        assert right == dict.fromkeys((17, 31, 33, 133, 137, 149, 154), True)
+
+
 def grown_until_full(cache: am.KVCache, more: int) -> str:
     """Return the error that ends a cache's growth."""
     for _ in range(20):
@@ -284,7 +302,7 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 def test_a_cache_goes_on_after_an_interrupt(
     name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner: Any = cache_shard if name == "native_append" else CacheShard if name == "append_at" else TieredShard
+    owner: Any = memory_shard if name == "native_append" else MemoryShard if name == "append_at" else TieredShard
     original, ended = getattr(owner, name), list[str]()
 
     def ends(*arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -179,7 +179,7 @@ def test_tokens_before_a_failed_append_are_decoded_again(
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(CacheShard, inner, no_memory)
+    monkeypatch.setattr(MemoryShard, inner, no_memory)
     _, k, v = new(tokens)
     append = partial(cache.append, k, v)
     append_shard = partial(cache.append_shard, k, v, torch.arange(102, 102 + tokens))

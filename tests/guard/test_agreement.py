@@ -191,7 +191,7 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
 def make_cache_without_memory() -> str:
     """The second rank has no room for a cache."""
     room = mock.patch(
-        "attnmesh.cache.make_shards.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+        "attnmesh.cache.make_shards.MemoryShard", side_effect=MemoryError("no more") if dist.get_rank() else None
     )
     try:
         with room:

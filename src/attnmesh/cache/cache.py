@@ -229,7 +229,7 @@ class KVCache(CacheProperties):
         new = NewTokens(k, v, token_mask)
         with self.guard.agreement("append", new.fields):
             new.check(self.config, self.device)
-            self.local_shards.check_unpadded("append", token_mask)
+            self.own_shard.check_unpadded("append", token_mask)
             self.local_shards.check_fits("append", k.shape[2])
         with torch.no_grad():
             self.local_shards.append(tensors_to_append(k, v), token_mask)
@@ -278,7 +278,7 @@ class KVCache(CacheProperties):
         rank_counts = self.local_shards.counter.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
         new.check_token_mask("append_shard", self.config, new_count)
-        self.local_shards.check_unpadded("append_shard", token_mask)
+        self.own_shard.check_unpadded("append_shard", token_mask)
         self.local_shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
@@ -295,7 +295,7 @@ class KVCache(CacheProperties):
         Otherwise rank A could append, and its process end, before rank B has truncated: the folder would then have the
         new tokens of A beside the old ones of B.
         """
-        return Agreement(self.rank_mesh, name, is_compared=self.own_shard.is_in_files and self.rank_mesh.ranks > 1)
+        return Agreement(self.rank_mesh, name, is_compared=self.own_shard.outlives_process and self.rank_mesh.ranks > 1)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -349,8 +349,7 @@ class KVCache(CacheProperties):
         20
         """
         with self._on_files("flush"):
-            if isinstance(self.own_shard, TieredShard):
-                self.own_shard.flush()
+            self.own_shard.flush()
 
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import RankCounts
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
+from attnmesh.cache.memory_shard import usual_slots
 from attnmesh.cache.token_counter import TokenCounter
 from attnmesh.cache.window import WindowStart, oldest_kept_token
 from attnmesh.comm.p2p import Channel, meta_like
@@ -115,15 +116,12 @@ class LocalShards:
             counts = self.counter.rank_counts if rank_counts is None else rank_counts
             counts.check(subject, length + new_count, lambda rank: usual_slots(self.own.config, turns[rank]))
 
-    def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
-        """Raise if a cache in a folder, or in two memories, gets padding."""
-        is_hot = self.own.config.hot is not None
-        if token_mask is None or not (is_hot or self.own.is_in_files) or bool(token_mask.all()):
-            return
-        expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
-        if is_hot:
-            expected, fix = "sequences without padding beside hot=", "give each sequence a cache of its own"
-        raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
+    def check_in_graph(self, subject: str) -> None:
+        """Raise unless a compiled step can read the tokens, in one piece."""
+        self.own.check_in_graph(subject)
+        if self.forked:
+            expected, fix = "a cache of one piece in a graph", "decode with copy.deepcopy(cache)"
+            raise KernelError(subject, expected, "a forked cache", fix)
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""

@@ -13,6 +13,7 @@ from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards, checked_placement
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.comm.transport import agreed_transport
@@ -139,7 +140,7 @@ def _memory_shard_maker(
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard in memory: on the CPU if the cache has `hot`. Collective, as `_agreed_block_cyclic`."""
     shard_device = device if config.hot is None else torch.device("cpu")
-    return partial(CacheShard, config, mesh.heads, _agreed_block_cyclic(config, mesh, device, shares), shard_device)
+    return partial(MemoryShard, config, mesh.heads, _agreed_block_cyclic(config, mesh, device, shares), shard_device)
 
 
 def _tiered_shard_maker(

@@ -1,13 +1,13 @@
 """Shard whose tokens stand in their order, and whose memory may fail while it grows: files, or two memories."""
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.errors import StoreError
+from attnmesh.errors import KernelError, StoreError
 from attnmesh.runtime.tensors import Tensors
 
 Fail = Callable[[str, StoreError], NoReturn]
@@ -18,10 +18,18 @@ class OrderedShard(CacheShard):
     """Tokens of one rank, in their order. `_add` writes new ones."""
 
     fail: Fail
+    unpadded: ClassVar[tuple[str, str]]
+    """What `check_unpadded` expects, and how a user mends a padded batch."""
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows of this rank's new tokens after those in the shard. Then there are `length` on all ranks."""
         raise NotImplementedError
+
+    def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
+        """Raise if new tokens are padded."""
+        if token_mask is not None and not bool(token_mask.all()):
+            expected, fix = self.unpadded
+            raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
 
     def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""

@@ -34,7 +34,7 @@ def pages_of(shard: CacheShard) -> list[Pages]:
     if shard.padding is not None:
         fix = "cache sequences without padding"
         raise KernelError("pages", "a batch without padding", "a padded batch", fix)
-    _check_in_memory("pages", shard)
+    shard.check_in_one_memory("pages")
     # One more slot follows, as in each piece.
     own_piece = FrozenPiece(shard.kv_tensors, shard.token_index[: shard.used_slots + 1], None)
     return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
@@ -45,22 +45,13 @@ def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ..
     config = shards.own.config
     with guard.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
         _check_pools(shards.own, pools, table)
-        _check_in_memory("append_pages", shards.own)
+        shards.own.check_in_one_memory("append_pages")
         _check_takes_blocks(shards)
         new_count = table.shape[1] * config.block * shards.axis.size
         shards.check_fits("append_pages", new_count)
     with torch.no_grad():
         tensors = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
         _append(shards, tensors, table.long())
-
-
-def _check_in_memory(subject: str, shard: CacheShard) -> None:
-    """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
-    if shard.config.hot is not None:
-        fix = "make the cache without hot="
-        raise KernelError(subject, "a cache in one memory", f"hot={shard.config.hot}", fix)
-    if shard.is_in_files:
-        raise KernelError(subject, "a cache in memory", "one in a folder", "call cache.fork() first")
 
 
 def _check_takes_blocks(shards: LocalShards) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.turns import Turn
-from attnmesh.errors import StoreError
+from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import LENGTH, USED, CacheView
 from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
@@ -49,19 +50,34 @@ class TierCounts(NamedTuple):
     """Those of this shard in the hot tier."""
 
 
-class TieredShard(OrderedShard):
+class TieredShard(OrderedShard, MemoryShard):
     """Tokens of one rank: `kv_tensors` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
+
+    unpadded = ("sequences without padding beside hot=", "give each sequence a cache of its own")
 
     def __init__(self, cold: CacheShard, config: CacheConfig, device: torch.device, fail: Fail) -> None:
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
-        self.cold, self.is_in_files = cold, cold.is_in_files
+        self.cold = cold
         self.counts = TierCounts(0, 0)
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
         stay = hot_tokens(config, self.turn)
         return stay + _in_blocks(stay // LEAVING_PARTS, config.block) + config.block
+
+    @property
+    def outlives_process(self) -> bool:
+        """True if the cold tier, to which hot tokens move, does."""
+        return self.cold.outlives_process
+
+    def check_in_one_memory(self, subject: str) -> None:
+        """Refuse the tokens of two memories."""
+        raise KernelError(subject, "a cache in one memory", f"hot={self.config.hot}", "make the cache without hot=")
+
+    def check_in_graph(self, subject: str) -> None:
+        """Raise unless a compiled step can read the cold tier."""
+        self.cold.check_in_graph(subject)
 
     @property
     def length(self) -> int:
@@ -265,13 +281,12 @@ class TieredShard(OrderedShard):
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        if self.is_in_files:  # refused before anything changes, unless each sequence stays
-            self.cold.reorder(index.cpu())
+        cold_order = index.cpu()
+        self.cold.check_order(cold_order)  # before anything changes
         cold_count, self.earlier_pieces = self.earlier_tokens, ()
         try:
             super().reorder(index)
-            if not self.is_in_files:
-                self.cold.reorder(index.cpu())
+            self.cold.reorder(cold_order)
         finally:  # there may be no memory: the cold tokens are tokens of the cache still
             self._set_cold_count(cold_count)
 
@@ -287,8 +302,7 @@ class TieredShard(OrderedShard):
         """Return a copy with another cold tier, of the same tokens."""
         other = self._copy()
         cold_count = self.earlier_tokens
-        assert isinstance(other, TieredShard)
-        other.cold, other.is_in_files = cold, cold.is_in_files
+        other.cold = cold
         self._set_cold_count(cold_count)
         other._set_cold_count(cold_count)
         return other

@@ -21,7 +21,7 @@ from attnmesh.decoding.step_agreement import merge_agreement_for
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_checks import inputs_and_spec
 from attnmesh.decoding.step_op import decode_op, tensors_of
-from attnmesh.errors import DtypeError, KernelError
+from attnmesh.errors import DtypeError
 
 
 def decode(
@@ -119,9 +119,7 @@ def decode(
 def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
     """Return the output of an operator of tensors: a graph cannot hold a `KVCache`."""
     (cache,) = inputs.caches
-    if (in_files := cache.own_shard.is_in_files) or cache.local_shards.forked:
-        given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
-        raise KernelError("decode", "a cache of one piece in a graph", given, fix)
+    cache.local_shards.check_in_graph("decode")
     tensors = (
         tensors_of(cache.own_shard.new_view()),
         cache.history.digest_on_device,

@@ -7,7 +7,6 @@ the rows are no tokens. A piece that is full gets its checksums before the next 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, c_int64
-from dataclasses import replace
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,12 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
+from attnmesh.cache.memory_shard import MemoryShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.digest import cpu_weights
-from attnmesh.errors import StoreError
+from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import LENGTH, USED
 from attnmesh.kernels.native.append import FILE_FIELDS, native_append
 from attnmesh.mesh.axes import Axis
@@ -52,7 +52,7 @@ FOLDER_SUBJECT = "KVCache folder"
 class FolderShard(OrderedShard):
     """Tokens of one rank in the files of a layer. `earlier_pieces` are whole, `kv_tensors` are of the last one."""
 
-    is_in_files = True
+    unpadded = ("sequences without padding in a folder", "give each sequence a folder of its own")
 
     def __init__(
         self,
@@ -75,6 +75,12 @@ class FolderShard(OrderedShard):
         self.digest = c_int64()
         """Digest of the rows of the last native call."""
         super().__init__(config, heads_axis, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
+        self.slots = config.capacity  # files grow
+
+    @property
+    def outlives_process(self) -> bool:
+        """True: the files stay."""
+        return True
 
     @property
     def shapes(self) -> RowShapes:
@@ -86,14 +92,6 @@ class FolderShard(OrderedShard):
     def whole_count(self) -> int:
         """Number of whole pieces."""
         return len(self.earlier_pieces)
-
-    def _allocate(self) -> tuple[list[Tensor], Tensor]:
-        """Return no memory: `begin`, `resume` and `take_over` map files."""
-        return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
-
-    def _usual_slots(self, config: CacheConfig) -> int:
-        """Return as many slots as there may be tokens: files grow."""
-        return config.capacity
 
     def begin(self) -> None:
         """Begin without tokens."""
@@ -182,6 +180,10 @@ class FolderShard(OrderedShard):
             return used + new_count <= PIECE_TOKENS and super().try_append_run(new, new_count, length, used)
         except StoreError as error:
             self.fail("append", error)
+
+    def _try_append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
+        """Return False: a record of the journal has all new tokens, or none."""
+        return False
 
     def _skip_run(self, new_count: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
@@ -315,17 +317,12 @@ class FolderShard(OrderedShard):
             if path.exists() and len(TensorFile(path).entries) <= len(self.kv_tensors) + 1:
                 path.unlink()
 
-    def fork(self) -> CacheShard:
+    def fork(self) -> MemoryShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
         used = self.used_slots
-        config = replace(self.config, capacity=1)
-        other = CacheShard(config, self.heads_axis, self.block_cyclic, self.device, self.index)
-        other.kv_tensors = [x[:, :, : used + 1] for x in self.kv_tensors]
-        other.token_index, other.device_counts, other.earlier_pieces = (
-            self.token_index[: used + 1],
-            self.device_counts.clone(),
-            self.earlier_pieces,
-        )
+        memory = [x[:, :, : used + 1] for x in self.kv_tensors], self.token_index[: used + 1]
+        other = MemoryShard(self.config, self.heads_axis, self.block_cyclic, self.device, self.index, memory)
+        other.device_counts, other.earlier_pieces = self.device_counts.clone(), self.earlier_pieces
         other.resize(self.config, max(used, usual_slots(self.config, self.turn) - self.earlier_tokens))
         return other
 
@@ -337,18 +334,27 @@ class FolderShard(OrderedShard):
         """Let the cache have a larger capacity."""
         self.config, self.slots = config, config.capacity
 
-    def join_pieces(self) -> CacheShard:
+    def join_pieces(self) -> NoReturn:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
-        """Refuse to move the tokens to memory."""
-        self.join_pieces()
+    def check_in_one_memory(self, subject: str) -> None:
+        """Refuse the tokens of files."""
+        raise KernelError(subject, "a cache in memory", "one in a folder", "call cache.fork() first")
 
-    def reorder(self, index: Tensor) -> None:
+    def check_in_graph(self, subject: str) -> None:
+        """Refuse the pieces of files."""
+        expected, fix = "a cache of one piece in a graph", "decode with copy.deepcopy(cache)"
+        raise KernelError(subject, expected, "one in a folder", fix)
+
+    def check_order(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
         if not torch.equal(index, torch.arange(self.config.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
+
+    def reorder(self, index: Tensor) -> None:
+        """Let each sequence stay: `check_order` refuses others."""
+        self.check_order(index)
 
     def _refuse(self, expected: str, given: str) -> NoReturn:
         fix = "call it on cache.fork(), or load the folder with KVCache.load"

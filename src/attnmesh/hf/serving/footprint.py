@@ -7,7 +7,7 @@ import torch
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import shard_bytes
+from attnmesh.cache.memory_shard import shard_bytes
 from attnmesh.core.turns import Turn
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.cache import cache_shard, frozen_piece
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache import frozen_piece, memory_shard
 from attnmesh.cache.frozen_piece import join_slots
+from attnmesh.cache.memory_shard import MemoryShard
 from tests.support.caches.make import random_cache
 from tests.support.truth.problems import numbers
 from tests.support.truth.tolerances import FLOAT32
@@ -24,7 +24,8 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=60, dtype=torch.float32, block=4)
     k, v = numbers(2, 1, 2, 60, 8, seed=1)
     cache.append(k[:, :, :12], v[:, :, :12])
-    made = list[int]()
+    made, shard = list[int](), cache.own_shard
+    assert isinstance(shard, MemoryShard)
 
     def once(parts: Any, dim: int, rows: int) -> Any:
         made.extend([rows] * (parts[0].ndim == 4))
@@ -33,9 +34,9 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
         return join_slots(parts, dim, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "join_slots", once)
+        patch.setattr(memory_shard, "join_slots", once)
         with pytest.raises(torch.OutOfMemoryError):
-            cache.own_shard.resize(cache.config, slots)
+            shard.resize(cache.config, slots)
     cache.append(k[:, :, 12:], v[:, :, 12:])
     assert cache.keys[:, :, :60].equal(k)
     assert cache.values[:, :, :60].equal(v)
@@ -49,7 +50,7 @@ def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "join_slots", no_memory)
+        patch.setattr(memory_shard, "join_slots", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             forked.truncate(30)
     assert forked.lengths.tolist() == other.lengths.tolist()
@@ -76,15 +77,15 @@ def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch:
 
 
 def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reorder = random_cache(61, batch=2), CacheShard.reorder
+    cache, reorder = random_cache(61, batch=2), MemoryShard.reorder
     cache.save(tmp_path)
 
-    def half(shard: CacheShard, index: torch.Tensor) -> None:
+    def half(shard: MemoryShard, index: torch.Tensor) -> None:
         reorder(shard, index)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(CacheShard, "reorder", half)
+        patch.setattr(MemoryShard, "reorder", half)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reorder(torch.tensor([1, 0]))
     cache.save(tmp_path)
@@ -93,7 +94,7 @@ def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, mon
 
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["attnmesh.cache.cache_shard"]
+    module = sys.modules["attnmesh.cache.memory_shard"]
     copied = []
     join = module.join_slots  # type: ignore[attr-defined]
 
