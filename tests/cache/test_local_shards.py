@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.errors import UnforeseenError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -77,3 +78,16 @@ def find_keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
 def test_next_rank_holds_the_copy(pool: Pool) -> None:
     assert pool.run(3, find_keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
     assert pool.run(4, find_keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
+
+
+def test_the_cpu_counts_anew_after_an_append_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = am.KVCache(None, **SIZES, dtype=torch.float32, mask=am.Window(30))
+    cache.append(*new_tokens(20, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalShards, "_advance", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(*new_tokens(3, 1))
+    for more in (1, 1, 4):  # a new signature, a known one, and a new one
+        cache.append(*new_tokens(more, 2))
+        assert cache.local_shards.counter.length == cache.length
+    assert cache.length == 29
