@@ -17,7 +17,6 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.memory_shard import MemoryShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
@@ -326,9 +325,11 @@ class FolderShard(OrderedShard):
         other.resize(self.config, max(used, usual_slots(self.config, self.turn) - self.earlier_tokens))
         return other
 
-    def clone(self) -> CacheShard:
+    def clone(self) -> MemoryShard:
         """Return a copy in memory."""
-        return self.fork().join_pieces()
+        other = self.fork()
+        other.join_pieces()
+        return other
 
     def grow(self, config: CacheConfig) -> None:
         """Let the cache have a larger capacity."""

@@ -1,0 +1,49 @@
+"""What every kind of shard has: its tokens before a length, and its view."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.cache.block_cyclic import BlockCyclic
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.memory_shard import MemoryShard
+from attnmesh.mesh.axes import Axis
+from tests.support.truth.problems import numbers
+
+LENGTH = 90
+KINDS = ["memory", "fork", "two memories", "folder"]
+
+
+def shard_of(kind: str, path: Path) -> CacheShard:
+    options: dict[str, Any] = {"two memories": {"hot": 32}, "folder": {"folder": path}}.get(kind, {})
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=8, capacity=100, dtype=torch.float32, block=4, **options)
+    cache.append(*numbers(2, 1, 1, LENGTH, 8, seed=1))
+    return (cache.fork() if kind == "fork" else cache).own_shard
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_has_all_tokens_before_any_length(kind: str, tmp_path: Path) -> None:
+    shard = shard_of(kind, tmp_path)
+    assert [shard.count_before(length) for length in range(LENGTH + 1)] == [*range(LENGTH + 1)]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_has_its_turns_before_any_length(rank: int) -> None:
+    config, blocks = CacheConfig(1, 1, 8, 8, LENGTH, 4, torch.float32), BlockCyclic(4, 3)
+    shard = MemoryShard(config, Axis(), blocks, torch.device("cpu"), rank)
+    shard.append(tuple(numbers(2, 1, 1, LENGTH, 8, seed=1)), None, None)
+    found = [shard.count_before(length) for length in range(LENGTH + 1)]
+    assert found == [blocks.count(rank, length) for length in range(LENGTH + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_is_kept_and_counts_along(kind: str, tmp_path: Path) -> None:
+    shard = shard_of(kind, tmp_path)
+    view = shard.view
+    shard.truncate(LENGTH - 1)
+    assert shard.view is view
+    assert {int(piece.device_counts[0]) for piece in (*view.earlier_pieces, view)} == {LENGTH - 1}
