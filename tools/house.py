@@ -180,7 +180,7 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
 
 
 def commented_families(trees: dict[str, ast.Module]) -> Found:
-    """Return names of model families in comments of hf, outside of the room of their records: code knows of a family."""
+    """Return names of model families in comments of hf, outside of the room of their records."""
     from attnmesh.hf.family import families
 
     types = {kind.replace("_", "").replace("-", "") for kind in families() if kind not in WORDS}

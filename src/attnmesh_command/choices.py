@@ -16,17 +16,15 @@ def patterns_of_merges(source: str) -> dict[str, str]:
     (record,) = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Merge")
     fields = [ast.unparse(node.target) for node in record.body if isinstance(node, ast.AnnAssign)]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Merge"]
-    given = [dict(zip(fields, call.args, strict=False)) for call in calls]
-    named = [{word.arg: word.value for word in call.keywords if word.arg} for call in calls]
-    records = [
-        {field: ast.unparse(value) for field, value in {**a, **b}.items()} for a, b in zip(given, named, strict=True)
-    ]
-    return {ast.literal_eval(one["name"]): one.get("pattern", "None") for one in records}
+    named = (
+        (*zip(fields, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)) for call in calls
+    )
+    records = [{field: ast.unparse(value) for field, value in pairs} for pairs in named]
+    return {ast.literal_eval(record["name"]): record.get("pattern", "None") for record in records}
 
 
-_PATTERNS = patterns_of_merges(
-    (Path(__file__).parents[1] / "attnmesh" / "comm" / "merges.py").read_text(encoding="utf-8")
-)
+_LIBRARY = Path(__file__).parents[1] / "attnmesh"
+_PATTERNS = patterns_of_merges((_LIBRARY / "comm" / "merges.py").read_text(encoding="utf-8"))
 
 MERGE_CHOICES = ("auto", *_PATTERNS)
 """Merges across ranks."""
@@ -37,7 +35,7 @@ TREES = ("auto", *(name for name, pattern in _PATTERNS.items() if pattern == "Pa
 
 def _tool_formats() -> list[str]:
     """Return the names of the formats of calls, in the same way."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
+    tree = ast.parse((_LIBRARY / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
     tables = [
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
     ]

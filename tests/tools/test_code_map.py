@@ -92,9 +92,8 @@ def members_of(scope: ast.AST) -> set[str]:
     """Return names that a module or class defines: functions, classes, constants, fields and attributes of `self`."""
     body: list[ast.stmt] = getattr(scope, "body", [])
     found = {node.name for node in body if isinstance(node, (CLASS, *FUNCTIONS))}
-    assigned = [
-        target for node in body for target in getattr(node, "targets", [getattr(node, "target", None)]) if target
-    ]
+    assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
     found |= {node.id for target in assigned for node in ast.walk(target) if isinstance(node, ast.Name)}
     kept = (node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return found | {node.attr for node in kept if ast.unparse(node.value) == "self"}
@@ -104,12 +103,11 @@ def members_of(scope: ast.AST) -> set[str]:
 def classes() -> dict[str, set[str]]:
     """Return the names that each class defines, with those of its bases."""
     found = [node for node in nodes() if isinstance(node, CLASS)]
-    own, bases = {node.name: members_of(node) for node in found}, {node.name: node.bases for node in found}
+    own = {node.name: members_of(node) for node in found}
+    bases = {node.name: [ast.unparse(base).partition("[")[0] for base in node.bases] for node in found}
 
     def all_of(name: str) -> set[str]:
-        return own.get(name, set()).union(
-            *(all_of(ast.unparse(base).partition("[")[0]) for base in bases.get(name, ()))
-        )
+        return own.get(name, set()).union(*(all_of(base) for base in bases.get(name, ())))
 
     return {name: all_of(name) for name in own}
 
