@@ -2,7 +2,7 @@
 
 A file of `families` has `FAMILIES`: records, one for each model type of a family. `plain.json` has the types that need
 fields of their configuration, and nothing else. What is run for a family, and what is refused, is read from its record:
-no other file names a family.
+no code outside of `families` asks for a family by its name.
 """
 
 import json
@@ -184,6 +184,8 @@ class Family:
     """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
     repeats_keys: bool = False
     """True if the family repeats its key heads before attention."""
+    window_prefix: str = ""
+    """Beginning of the names of heads and columns of layers with windows, in a configuration that has both kinds."""
     counts_tokens: Callable[[Any], bool] = lambda _config: False
     """Return whether a model of a configuration counts cached tokens itself. Then rows of a step have one length."""
 
