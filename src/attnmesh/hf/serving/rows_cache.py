@@ -150,7 +150,7 @@ class RowsCache(ShardedCache):
 
     rows: Sequence[ShardedCache]
     row_tokens: RowTokens
-    folder = None  # type: ignore[assignment]
+    folder = None
     """None, as the folder of a row has the tokens of that row alone."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
