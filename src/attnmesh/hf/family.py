@@ -280,9 +280,17 @@ def family_of(config: Any) -> Family:
     return family_of_class(text)
 
 
+class _FamiliesByName:
+    """Families of the layers that have asked, as attributes.
+
+    A graph can call functions of what it reads here. It cannot call those of a value that a constant function returns,
+    and it sees a dictionary as that was when it first looked.
+    """
+
+
 def family_of_layer(layer: Any) -> Family:
     """Return the family of a layer's configuration, which is that of a text model."""
-    family: Family = _constant(type(getattr(layer, "config", None)))
+    family: Family = getattr(_FamiliesByName, _family_name(type(getattr(layer, "config", None))))
     return family
 
 
@@ -302,8 +310,12 @@ def has_entries(layer: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up
-def _constant(config: Any) -> Family:
-    return family_of_class(config)
+def _family_name(config: type) -> str:
+    """Return the attribute of `_FamiliesByName` that has the family of a class, set now."""
+    family = family_of_class(config)
+    name = f"family_{family.type}".replace(".", "_")
+    setattr(_FamiliesByName, name, family)
+    return name
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
