@@ -7,6 +7,7 @@ It exits with 1 where a count has grown. One that falls is written down as the n
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import defaultdict
@@ -161,7 +162,7 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
     """Return names of model families in hf, outside of the room of their records.
 
     A name is an identifier, or a string without spaces, that is a class of transformers which a record names, or that
-    has the words of a model type in a row. The text of messages and docstrings is none.
+    has the words of a model type in a row. The text of messages and docstrings is none: it may have examples.
     """
     from attnmesh.hf.family import families
 
@@ -176,6 +177,18 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
         for name, word in found
         if word in classes or any(kind in f"_{word.lower()}_" for kind in types)
     )
+
+
+def commented_families(trees: dict[str, ast.Module]) -> Found:
+    """Return names of model families in comments of hf, outside of the room of their records."""
+    from attnmesh.hf.family import families
+
+    types = {kind.replace("_", "").replace("-", "") for kind in families() if kind not in WORDS}
+    types |= {kind.removesuffix("text") for kind in types}
+    own = [name for name in trees if name.startswith("hf.") and "families" not in name and name in FILES]
+    comments = ((name, text) for name in own for text in _comments(FILES[name].read_text()))
+    words = ((name, word) for name, text in comments for word in re.findall(r"[A-Za-z][\w-]*", text))
+    return [f"{name}: {word}" for name, word in words if re.sub("[_-]", "", word.lower()) in types]
 
 
 MASKS = ("mask", "documents")
@@ -238,6 +251,7 @@ COUNTS = {
     "imports of the planner in the engine": (engine_on_planner, 0),
     "folders of a room that import each other": (folder_cycles, 0),
     "names of model families in hf outside of their records": (named_families, 0),
+    "names of model families in comments of hf": (commented_families, 0),
     "reads of fields of Mask outside of its file": (mask_fields_read, 0),
     "functions called check_ that return a value, or checked_ that return none": (misnamed_checks, 0),
     "functions that are collective once, and are not called agreed_ or agree_on_": (unnamed_collectives, 0),
@@ -278,6 +292,11 @@ def _docstring_rows(node: ast.AST) -> set[int]:
     """Return the rows of all docstrings inside a node, also of those below constants and fields."""
     strings = (n for n in ast.walk(node) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
     return {row for n in strings if isinstance(n.value.value, str) for row in range(n.lineno, n.end_lineno + 1)}
+
+
+def _comments(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
 def code_lines(text: str) -> int:

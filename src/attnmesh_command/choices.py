@@ -10,20 +10,32 @@ STORAGES = ("int8", "fp8_e4m3")
 """Forms of 8 bits in which keys and values can be stored."""
 
 
-def _merges() -> list[str]:
-    """Return the names of the records of merges, which are read from their file and not imported."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "comm" / "merges.py").read_text(encoding="utf-8"))
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Merge")
-    return [ast.literal_eval(call.args[0]) for call in calls]
+def patterns_of_merges(source: str) -> dict[str, str]:
+    """Return the patterns of the records of merges by name, which are read from a source and not imported."""
+    nodes = [*ast.walk(ast.parse(source))]
+    (record,) = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Merge")
+    fields = [ast.unparse(node.target) for node in record.body if isinstance(node, ast.AnnAssign)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Merge"]
+    named = (
+        (*zip(fields, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)) for call in calls
+    )
+    records = [{field: ast.unparse(value) for field, value in pairs} for pairs in named]
+    return {ast.literal_eval(record["name"]): record.get("pattern", "None") for record in records}
 
 
-MERGE_CHOICES = ("auto", *_merges())
+_LIBRARY = Path(__file__).parents[1] / "attnmesh"
+_PATTERNS = patterns_of_merges((_LIBRARY / "comm" / "merges.py").read_text(encoding="utf-8"))
+
+MERGE_CHOICES = ("auto", *_PATTERNS)
 """Merges across ranks."""
+
+TREES = ("auto", *(name for name, pattern in _PATTERNS.items() if pattern == "Pattern.ROUNDS"))
+"""Merges that can give the same bits on any power of two of ranks."""
 
 
 def _tool_formats() -> list[str]:
     """Return the names of the formats of calls, in the same way."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
+    tree = ast.parse((_LIBRARY / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
     tables = [
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
     ]

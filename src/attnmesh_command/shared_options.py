@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES, WEIGHTS
+from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES, TREES, WEIGHTS
 from attnmesh_command.messages import OptionError, check_named, check_option, under_torchrun
 from attnmesh_command.option_texts import TP, axes_of
 
@@ -109,7 +109,7 @@ def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str,
 
 def check_reproducible_option(reproducible: bool, ranks: int, merge: str) -> None:
     """Raise unless the bits can be the same on any number of ranks along queries and keys, where that is wanted."""
-    fits = not reproducible or (not ranks & (ranks - 1) and merge in ("auto", "tree"))
+    fits = not reproducible or (not ranks & (ranks - 1) and merge in TREES)
     expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
     fewer = 1 << ranks.bit_length() - 1
     fix = f"give these axes {fewer} or {2 * fewer} ranks, with --merge auto, or leave --reproducible out"

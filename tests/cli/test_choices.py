@@ -18,6 +18,8 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
     assert choices.DTYPES == partial.DTYPE_NAMES
     assert (*STORAGES,) == choices.STORAGES
     assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
+    trees = [name for name, merge in merges.MERGES.items() if merge.pattern is merges.Pattern.ROUNDS]
+    assert ("auto", *trees) == choices.TREES
     found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
     assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
     assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
@@ -25,3 +27,10 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
     assert (choices.COLDEST, choices.HOTTEST) == (engine_request.COLDEST, engine_request.HOTTEST)
     assert choices.MAX_GUESSES == speculation.MAX_GUESSES
     assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)
+
+
+def test_records_of_merges_may_name_their_fields() -> None:
+    fields = "class Merge(NamedTuple):\n    name: str\n    run: object\n    pattern: object = None\n"
+    records = 'Merge("a", f, Pattern.ROUNDS), Merge(run=f, name="b"), Merge("c", f, pattern=Pattern.COLLECTIVE)'
+    expected = {"a": "Pattern.ROUNDS", "b": "None", "c": "Pattern.COLLECTIVE"}
+    assert choices.patterns_of_merges(fields + records) == expected

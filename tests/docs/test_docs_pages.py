@@ -37,6 +37,22 @@ def test_linked_files_and_pictures_are_tracked_by_git(name: str) -> None:
     assert not files - tracked()
 
 
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the places of a page that links name: its headings, as GitHub and Sphinx write them, and marks."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {*re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE), *(line.replace(" ", "-") for line in headings)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_places_of_pages_that_links_name_are_there(name: str) -> None:
+    here = ROOT / name
+    links = [link for link in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page(name)) if "://" not in link[0]]
+    targets = [((here.parent / link).resolve() if link else here, place) for link, place in links]
+    assert not [(path.name, place) for path, place in targets if path.suffix == ".md" and place not in anchors(path)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tests_that_a_page_names_are_there(name: str) -> None:
     files, text = [*(ROOT / "tests").rglob("test_*.py")], ""

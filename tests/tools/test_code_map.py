@@ -1,10 +1,16 @@
-"""The map of the code and the table of tests: rooms, arrows as the code imports, files that exist."""
+"""The map of the code and its tables: rooms, arrows as the code imports, files and names that exist."""
 
+import ast
+import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 
+import pytest
+
+from attnmesh.core.mask import Mask
 from tools import code_map
-from tools.rooms import ARROWS, COMMAND, FILES
+from tools.rooms import ARROWS, COMMAND, FILES, PACKAGES
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = {*ARROWS, "implementations", "programs", "native", "families"} - {"errors"}
@@ -58,3 +64,112 @@ def test_the_files_and_folders_of_tests_that_the_page_names_exist() -> None:
     named = {*re.findall(r"`tests/(\w+)`", page), *code_map.PURPOSES}
     folders = {one.name for one in tests.iterdir() if (one / "__init__.py").exists()}
     assert folders <= named
+
+
+# --- names ---
+
+NAMED = ("code", "code-tables", "glossary")
+ROOT = TESTS.parent
+FOREIGN = {"DeviceMesh", "torch.distributed", "repr", "quick", "long", "gpu"}
+"""Names of PyTorch and Python, and markers of pytest."""
+CLASS, FUNCTIONS = ast.ClassDef, (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def quoted(page: str) -> list[str]:
+    """Return what stands in backticks in a page of docs, outside of its blocks."""
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    return sorted({*re.findall(r"`([^`\n]+)`", text)})
+
+
+@cache
+def nodes() -> list[ast.AST]:
+    """Return all nodes of the code, and of its tests and tools."""
+    files = (file for folder in ("src", "tests", "tools") for file in (ROOT / folder).rglob("*.py"))
+    return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def members_of(scope: ast.AST) -> set[str]:
+    """Return names that a module or class defines: functions, classes, constants, fields and attributes of `self`."""
+    body: list[ast.stmt] = getattr(scope, "body", [])
+    found = {node.name for node in body if isinstance(node, (CLASS, *FUNCTIONS))}
+    assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    found |= {node.id for target in assigned for node in ast.walk(target) if isinstance(node, ast.Name)}
+    kept = (node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return found | {node.attr for node in kept if ast.unparse(node.value) == "self"}
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """Return the names that each class defines, with those of its bases."""
+    found = [node for node in nodes() if isinstance(node, CLASS)]
+    own = {node.name: members_of(node) for node in found}
+    bases = {node.name: [ast.unparse(base).partition("[")[0] for base in node.bases] for node in found}
+
+    def all_of(name: str) -> set[str]:
+        return own.get(name, set()).union(*(all_of(base) for base in bases.get(name, ())))
+
+    return {name: all_of(name) for name in own}
+
+
+@cache
+def known_names() -> set[str]:
+    """Return names of rooms, files, modules' functions and constants, members of classes, and parameters."""
+    found = {*ARROWS, "attnmesh_command", *classes()}.union(*classes().values())
+    found |= {part for name in FILES | COMMAND for part in name.split(".")}
+    for node in nodes():
+        found |= members_of(node) if isinstance(node, ast.Module) else set()
+        found |= {node.arg} if isinstance(node, ast.arg) else set()
+    return found
+
+
+@cache
+def strings() -> set[str]:
+    return {node.value for node in nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@cache
+def paths() -> set[str]:
+    """Return each file and folder of the repository with a slash before it."""
+    folders = ("src", "tests", "tools", "benchmarks", "docs")
+    below = (path for folder in folders for path in ((ROOT / folder), *(ROOT / folder).rglob("*")))
+    return {f"/{path.relative_to(ROOT).as_posix()}" for path in (*below, *ROOT.glob("*.*"))}
+
+
+def resolves(text: str) -> bool:
+    """Return whether a name of the code is there. Other text resolves, too."""
+    if re.fullmatch(r"[\w.-]*(/[\w.-]*)+|[\w-]+\.(py|md|toml|json|cpp)", text):
+        return any(path.endswith(f"/{text.rstrip('/')}") for path in paths())
+    if re.fullmatch(r'"\w+"', text):
+        return text.strip('"') in strings()
+    named = re.fullmatch(r"(?:am\.)?([A-Za-z_][\w.]*)(\(.*\)|=.*)?", text)
+    if named is None or text in FOREIGN:
+        return True
+    if named[1].startswith("attnmesh."):  # a module
+        return named[1].removeprefix("attnmesh.") in FILES | PACKAGES
+    owner, _, name = named[1].rpartition(".")
+    if owner in classes():
+        return name in classes()[owner]
+    if name.endswith("_"):  # a beginning
+        return any(known.startswith(name) for known in known_names())
+    return name in known_names() and (not owner or owner in known_names())
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_names_of_the_code_that_a_page_has_are_there(page: str) -> None:
+    names = quoted(page)
+    assert len(names) > 20
+    assert not [name for name in names if not resolves(name)]
+
+
+@pytest.mark.parametrize("name", ["Mask.is_within", "Masks", "core/masks.py", "known_step", "agrees_", '"trees"'])
+def test_names_that_are_not_there_do_not_resolve(name: str) -> None:
+    assert not resolves(name)
+
+
+def test_the_table_of_methods_of_masks_has_all_of_them() -> None:
+    table = (ROOT / "docs" / "code-tables.md").read_text().split("## A field of `Mask`")[1].split("\n## ")[0]
+    listed = {*re.findall(r"`(\w+)`", "".join(row.split("|")[2] for row in table.splitlines() if row.startswith("| ")))}
+    fields = {field.name for field in dataclasses.fields(Mask)}
+    methods = {name for name in vars(Mask) if not name.startswith("_")} - fields - {"draw", "is_undirected"}
+    assert listed - {"repr"} == methods  # `draw` asks `visible`, and `is_undirected` is of how a mask was made

@@ -1,6 +1,7 @@
 """Counts of what makes the package hard to hold in mind: none has grown, and each finds what it counts."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,14 @@ FOUND = {
         "decode",
     ),
 }
+
+
+def test_families_are_found_in_comments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text('"""As Mamba."""\n\nx = 1  # of Inkling\'s layers, and of RoBERTa.\n# Llamas\n')
+    monkeypatch.setattr(house, "FILES", {"hf.one": file, "core.two": file})
+    found = house.commented_families({"hf.one": ast.parse(""), "core.two": ast.parse("")})
+    assert found == ["hf.one: Inkling", "hf.one: RoBERTa"]
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -1,7 +1,7 @@
 """`attnmesh plan --model --training`: how many ranks share a sequence, and how many tokens then fit."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +22,7 @@ def print_training(options: PlanOptions, cluster: Cluster, workload_options: dic
     model = training_size(config_of(options.model or ""), options.lora, **workload_options)
     loss = options.loss or ("fused" if find_spec("trl") else "full")
     trainer = TrainerOptions(loss, options.offload, options.ddp or bool(options.rollout), options.rollout)
-    price = partial(training_plans, cluster=cluster, trainer=trainer)
+    price = partial_of(training_plans, cluster=cluster, trainer=trainer)
     with Status("pricing"):
         ways = price(model)
     best = ways[0]

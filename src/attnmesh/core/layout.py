@@ -38,7 +38,7 @@ class Layout:
     """Type of the argument `layout=`, which takes all subclasses: dataclasses of whole numbers and tuples of them."""
 
     kinds: ClassVar[list[type["Layout"]]] = []
-    """All layouts, in the order of their definitions."""
+    """All layouts, in the order of their definitions, which all ranks have to share: `to_code` sends places in it."""
 
     def __init_subclass__(cls) -> None:
         cls.kinds.append(cls)

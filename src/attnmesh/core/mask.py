@@ -493,7 +493,10 @@ _PARTS: dict[Callable[..., Mask], str] = {
     Documents: "Documents(lengths)",
     Chunks: "Chunks(size)",
 }
-"""Functions that say within which part of the sequence a query sees, each with a call of it."""
+"""Functions that say within which part of the sequence a query sees, each with a call of it.
+
+`check_mask` tells from the fields of a mask which of them has made it.
+"""
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:

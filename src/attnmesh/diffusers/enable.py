@@ -1,6 +1,6 @@
 """Put a transformer of diffusers on a mesh, and take it off again."""
 
-from functools import partial
+from functools import partial as partial_of
 from itertools import count
 from typing import Any
 
@@ -78,10 +78,10 @@ def enable(
     state = MeshState(model, plan, rank_mesh, checked)
     backend = backend_of(mesh, state.streams, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
-    state.undo.append(partial(unregister, state.backend))
+    state.undo.append(partial_of(unregister, state.backend))
     for target in (model, *{id(processor): processor for processor in state.processors.values()}.values()):
         attributes = {name: vars(target).get(name, ...) for name in BACKEND_ATTRIBUTES}
-        state.undo.append(partial(_restore, target, attributes))
+        state.undo.append(partial_of(_restore, target, attributes))
         target._parallel_config = state
         if target is not model:
             target._attention_backend = state.backend

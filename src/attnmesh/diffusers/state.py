@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, cast
 
 import torch
@@ -62,13 +62,13 @@ class MeshState:
             for module in self.modules[name]:
                 if inputs:
                     names = list(inspect.signature(module.forward).parameters)
-                    split_inputs = partial(self._split_inputs, inputs, names)
+                    split_inputs = partial_of(self._split_inputs, inputs, names)
                     self._add(module.register_forward_pre_hook(split_inputs, with_kwargs=True))
                 if outputs:
-                    self._add(module.register_forward_hook(partial(self._split_outputs, outputs)))
+                    self._add(module.register_forward_hook(partial_of(self._split_outputs, outputs)))
         for name, dims in self.plan.gathers.items():
             for module in self.modules[name]:
-                self._add(module.register_forward_hook(partial(self._gather, dims)))
+                self._add(module.register_forward_hook(partial_of(self._gather, dims)))
 
     def _add(self, handle: Any) -> None:
         self.undo.append(handle.remove)

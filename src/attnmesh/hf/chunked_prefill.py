@@ -279,7 +279,7 @@ def run_model(
     """
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
-    if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
+    if name == "cache_params" and mask is not None:  # beside this argument the mask is of new tokens
         mask = mask[:, -ids.shape[1] :]
     optional = {"logits_to_keep": logits_to_keep, "position_ids": positions}
     optional = {key: value for key, value in optional.items() if key in parameters}

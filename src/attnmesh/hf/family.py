@@ -2,7 +2,7 @@
 
 A file of `families` has `FAMILIES`: records, one for each model type of a family. `plain.json` has the types that need
 fields of their configuration, and nothing else. What is run for a family, and what is refused, is read from its record:
-no other file names a family.
+no code outside of `families` asks for a family by its name.
 """
 
 import json
@@ -184,6 +184,8 @@ class Family:
     """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
     repeats_keys: bool = False
     """True if the family repeats its key heads before attention."""
+    window_prefix: str = ""
+    """Beginning of the names of heads and columns of layers with windows, in a configuration that has both kinds."""
     counts_tokens: Callable[[Any], bool] = lambda _config: False
     """Return whether a model of a configuration counts cached tokens itself. Then rows of a step have one length."""
 
@@ -278,9 +280,17 @@ def family_of(config: Any) -> Family:
     return family_of_class(text)
 
 
+class _FamiliesByName:
+    """Families of the layers that have asked, as attributes.
+
+    A graph can call functions of what it reads here. It cannot call those of a value that a constant function returns,
+    and it sees a dictionary as that was when it first looked.
+    """
+
+
 def family_of_layer(layer: Any) -> Family:
     """Return the family of a layer's configuration, which is that of a text model."""
-    family: Family = _constant(type(getattr(layer, "config", None)))
+    family: Family = getattr(_FamiliesByName, _family_name(type(getattr(layer, "config", None))))
     return family
 
 
@@ -300,8 +310,12 @@ def has_entries(layer: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up
-def _constant(config: Any) -> Family:
-    return family_of_class(config)
+def _family_name(config: type) -> str:
+    """Return the attribute of `_FamiliesByName` that has the family of a class, set now."""
+    family = family_of_class(config)
+    name = f"family_{family.type}".replace(".", "_")
+    setattr(_FamiliesByName, name, family)
+    return name
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,7 +1,7 @@
 """Logits that are no numbers: noticed without a wait for the device, reported once with the layer they come from."""
 
 import warnings
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
             layers.append(name)
 
     leaves = [(name, module) for name, module in model.named_modules() if not next(module.children(), None)]
-    hooks = [module.register_forward_hook(partial(note, name)) for name, module in leaves]
+    hooks = [module.register_forward_hook(partial_of(note, name)) for name, module in leaves]
     try:
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)

@@ -7,7 +7,7 @@ sample the same tokens.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import partial as partial_of
 from inspect import signature
 from typing import Any
 
@@ -167,7 +167,7 @@ def _generate_with_checkpoint(
             streamer.end()
         return ids[:, :total]
     prefill_rest(model, Prompt(ids), cache, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
-    keep = TokenCallback(partial(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
+    keep = TokenCallback(partial_of(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
     minimum = settings["min_new_tokens"]
     remaining = {name: value for name, value in options.items() if name != "max_length"}
     remaining |= {

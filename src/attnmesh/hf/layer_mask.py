@@ -6,7 +6,7 @@ masks, causal sliding windows, chunks and spans of images from the function's va
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial as partial_of
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ def mask_function(**arguments: Any) -> RecognisedMask | TracedMask | Tensor | No
         covered = None if mask is None else mask.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
     visible = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
-    return TracedMask(visible, partial(_recognised_outside_graphs, **arguments))
+    return TracedMask(visible, partial_of(_recognised_outside_graphs, **arguments))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -275,7 +275,7 @@ def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
         mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
         if mask is None:
             row_and_head = torch.tensor([row, 0], device="cpu")
-            if given := unsupported_span(partial(described.function, *row_and_head), spans, window):
+            if given := unsupported_span(partial_of(described.function, *row_and_head), spans, window):
                 raise MaskError("attention mask", SPANS, given, USE_SDPA)
             return ()
         masks.append(mask)

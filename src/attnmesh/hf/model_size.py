@@ -150,7 +150,7 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     layers = config.per_layer_config if config.is_heterogeneous else None
     indices = [index for index, layer in enumerate(layers_of(config)) if layer.windowed == windowed]
     layer_config = layers[indices[0]] if layers and indices else config
-    prefix = "swa_" if windowed and hasattr(layer_config, "swa_head_dim") else ""  # of Inkling's layers with windows
+    prefix = family_of(config).window_prefix if windowed else ""
     latent = latent_widths(config, indices[0] if indices else 0)
     q_heads = getattr(layer_config, f"{prefix}num_attention_heads")
     if latent is not None:

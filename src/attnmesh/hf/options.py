@@ -24,7 +24,7 @@ from attnmesh.errors import (
     type_and_shape,
 )
 from attnmesh.guard.agreement import Agreement, Fields
-from attnmesh.hf.cache.history import HeldTokens
+from attnmesh.hf.cache.interruption import HeldCounts, held_counts, truncate_to_shortest
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
@@ -138,7 +138,7 @@ def agree_on_call(
         config = {"model's generation_config": describe_value(model.generation_config)}
         return {**prompt, **values, **config}
 
-    held = HeldTokens(0, 0, 0, False)
+    held = HeldCounts(0, 0, 0, False)
     with agreement_with_peers(mesh, model, "generate", fields) as agreements:
         check_can_generate(model)
         _check_prompt(model, ids, attention_mask)
@@ -151,11 +151,11 @@ def agree_on_call(
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
         if cache is not None:
-            held = cache.held_tokens
+            held = held_counts(cache)
         for agreement in agreements:
             held = _compare_held(agreement, held)
     if cache is not None:
-        cache.truncate_to_shortest(held)
+        truncate_to_shortest(cache, held)
 
 
 @contextmanager
@@ -173,13 +173,13 @@ def agreement_with_peers(
             yield [peers_agreement, mesh_agreement]
 
 
-def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
+def _compare_held(agreement: Agreement, held: HeldCounts) -> HeldCounts:
     """Compare a call, and return what the caches of all ranks hold.
 
     Raise if the caches differ and no error interrupted one of them: then ranks have passed different caches.
     """
     payloads = agreement.compare(payload=held)
-    held_by_all = HeldTokens.of_ranks(payloads)
+    held_by_all = HeldCounts.of_ranks(payloads)
     if not held_by_all.is_interrupted and any(payload[0] != held.shortest for payload in payloads):
         Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
     return held_by_all

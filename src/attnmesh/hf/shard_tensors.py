@@ -245,7 +245,7 @@ class ShardPositions(ShardTensor):
         padding = kwargs.get("padding_idx") if name == "embedding" else None
         if padding is not None and self.ids is not None:
             _check_no_inner_padding(self.ids, padding)
-            return torch.nn.functional.embedding(self + padding + 1, args[1])  # RoBERTa counts from padding_idx + 1
+            return torch.nn.functional.embedding(self + padding + 1, args[1])  # the first position
         return call()
 
 

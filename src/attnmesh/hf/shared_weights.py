@@ -126,7 +126,7 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     excluded_ids = {id(inner) for module in excluded for inner in module.modules()}
     modules = {name: module for name, module in model.get_decoder().named_modules() if id(module) not in excluded_ids}
     layers = {name: module for name, module in modules.items() if _is_shared(module)}
-    if _is_shared(head) and all(layer is not head for layer in layers.values()):  # of Llama 4 the decoder has the head
+    if _is_shared(head) and all(layer is not head for layer in layers.values()):  # some decoders have it
         layers["head"] = head
     return layers, host_experts_of(modules.values())
 

@@ -13,7 +13,7 @@ from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}
-"""Names of types of devices in messages."""
+"""Names of types of devices in messages. A type that has none here is named as PyTorch names it."""
 
 
 class KernelRequest(NamedTuple):
@@ -132,7 +132,8 @@ class Kernel:
     def refusal(self, request: KernelRequest) -> str | None:
         """Return why the kernel does not serve a call, or None if it does."""
         if self.is_elsewhere(request.device):
-            return f"it runs on {DEVICES[self.device_type or 'cpu']}, the tensors are on {request.device.type}"
+            own = self.device_type or ""
+            return f"it runs on {DEVICES.get(own, own)}, the tensors are on {request.device.type}"
         if (reason := self.unsupported_reason(request)) is not None:
             return reason
         if request.capped and not self.caps_logits:

@@ -5,7 +5,7 @@ import secrets
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial as partial_of
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class AnswerFormats:
             return None
         is_thinking = self.reasoning_marks is not None and prompt_end.rstrip().endswith(self.reasoning_marks.begin)
         options: dict[str, Any] = {"is_thinking": is_thinking, "either": either, "special": self.special}
-        return partial(AnswerParts, tool_format, properties_of(tools or []), self.reasoning_marks, **options)
+        return partial_of(AnswerParts, tool_format, properties_of(tools or []), self.reasoning_marks, **options)
 
 
 def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, TypeVar
 
 from tokenizers.models import BPE
@@ -38,7 +38,7 @@ class PromptEncoders:
     async def run(self, encode: Callable[..., T], value: Any, is_long: bool, longest: int) -> T:
         """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
         pool, processing_class = self._long if is_long else self._short
-        check = partial(self._check, longest)
+        check = partial_of(self._check, longest)
         values = [value]
         del value
         loop = asyncio.get_running_loop()

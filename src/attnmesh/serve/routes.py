@@ -6,7 +6,7 @@ import re
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial as partial_of
 from importlib.resources import files
 from pathlib import Path
 from secrets import randbits
@@ -127,7 +127,7 @@ class App:
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer messages."""
-        fields, prompt = await self._read(http, partial(read_fields, known_fields=CHAT), encode_chat)
+        fields, prompt = await self._read(http, partial_of(read_fields, known_fields=CHAT), encode_chat)
         return await self._answer_chat(http, fields, prompt, Reply)
 
     async def responses(self, http: HttpRequest) -> Response:
@@ -135,25 +135,25 @@ class App:
         request = ResponseRequest()
         with request.naming_fields():
             fields, prompt = await self._read(http, request.read, encode_chat)
-            return await self._answer_chat(http, fields, prompt, partial(ResponseReply, request))
+            return await self._answer_chat(http, fields, prompt, partial_of(ResponseReply, request))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
-        fields, prompt = await self._read(http, partial(read_fields, known_fields=COMPLETION), encode_text)
+        fields, prompt = await self._read(http, partial_of(read_fields, known_fields=COMPLETION), encode_text)
         objects = CompletionObjects(self.spelling, self.names[0], False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, objects)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
-        _, (ids, texts) = await self._read_and_run(http, partial(read_fields, known_fields=TOKENIZE), encode_either)
+        _, (ids, texts) = await self._read_and_run(http, partial_of(read_fields, known_fields=TOKENIZE), encode_either)
         longest = self.supervisor.engine_sizes["max_model_len"]
         fields = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
         return Response(await encode_json(fields), media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Return the text of tokens."""
-        _, text = await self._read_and_run(http, partial(read_fields, known_fields=DETOKENIZE), decode_tokens)
+        _, text = await self._read_and_run(http, partial_of(read_fields, known_fields=DETOKENIZE), decode_tokens)
         return Response(await encode_json({"prompt": text}), media_type="application/json")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -209,7 +209,7 @@ class App:
         """Return the fields of a request, which a thread reads, and what another one makes of them."""
         self.supervisor.check_ready()
         longest = self.supervisor.engine_sizes["max_model_len"]
-        take = partial(read, defaults=self.defaults)
+        take = partial_of(read, defaults=self.defaults)
         async with self._bodies.read(http, longest, take) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, Protocol
 
 from attnmesh.errors import ArgumentError
@@ -162,7 +162,7 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for index, options in enumerate(choices):
             self._numbers += 1
-            put_of_choice = partial(put, index)
+            put_of_choice = partial_of(put, index)
             request = OpenRequest(self._numbers, prompt, options, put_of_choice, prompt_number, last_time=now)
             self.open[request.number] = request
             requests.append(request)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, NamedTuple
 
 from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, read_json, read_object
@@ -357,12 +357,12 @@ class ToolFormat:
 
 def between(read: Callable[..., Reader[None]], begin: str, end: str) -> ToolFormat:
     """Return a format whose calls stand between two marks."""
-    return ToolFormat((begin,), partial(read, begin, end), (begin,))
+    return ToolFormat((begin,), partial_of(read, begin, end), (begin,))
 
 
 def invokes(begin: str, end: str, space: str) -> ToolFormat:
     """Return a format whose calls have marks in a namespace."""
-    return ToolFormat((begin,), partial(read_invokes, begin, end, space), (begin,))
+    return ToolFormat((begin,), partial_of(read_invokes, begin, end, space), (begin,))
 
 
 FORMATS: dict[str, ToolFormat] = {

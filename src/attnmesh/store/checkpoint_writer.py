@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from secrets import randbits
 from typing import NamedTuple
@@ -114,9 +114,9 @@ def save_layers(
     groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
     coordinates = (own_shards[0].heads_axis.index, own_shards[0].index)
     lock = WriterLock()
-    write = partial(_write, folder, manifest, coordinates, groups, saved_pieces, tensors, lock)
-    publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
-    saved_pieces.last = Saving(mesh, write, publish, partial(_end, folder, manifest, coordinates, lock))
+    write = partial_of(_write, folder, manifest, coordinates, groups, saved_pieces, tensors, lock)
+    publish = partial_of(_publish, folder, manifest) if is_coordinator else lambda: None
+    saved_pieces.last = Saving(mesh, write, publish, partial_of(_end, folder, manifest, coordinates, lock))
     for cache in caches:
         cache.saved_pieces = saved_pieces
     if wait:

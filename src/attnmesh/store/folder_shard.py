@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, c_int64
 from errno import ENOENT
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from typing import NoReturn
 
@@ -168,7 +168,9 @@ class FolderShard(OrderedShard):
 
     def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: MappedPiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
-        unbroken([partial(setattr, self, "earlier_pieces", whole_pieces), partial(self._fill, piece, used, length)])
+        unbroken(
+            [partial_of(setattr, self, "earlier_pieces", whole_pieces), partial_of(self._fill, piece, used, length)]
+        )
 
     def _set(self, length: int, used: int) -> None:
         self.device_counts[LENGTH], self.device_counts[USED] = length, used

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import partial as partial_of
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +99,7 @@ def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[Piece
         for path in paths[:piece_index]:
             chain = extend_chain(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
-        piece_of = partial(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
+        piece_of = partial_of(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
         for whole, path in enumerate(paths):
             yield piece_of(start=whole * PIECE_TOKENS, stop=(whole + 1) * PIECE_TOKENS, path=path)
         if stop > base and not full:

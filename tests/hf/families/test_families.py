@@ -31,6 +31,7 @@ from attnmesh.hf.family import (
     Family,
     families,
     family_of_class,
+    family_of_layer,
     known_subclassed,
     recurrences,
 )
@@ -368,3 +369,16 @@ def test_a_family_is_one_file(made_up: Any) -> None:
     model.set_attn_implementation("sdpa")
     assert torch.equal(tokens, model.generate(ids, max_new_tokens=4, do_sample=False))
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+
+
+def test_a_graph_calls_functions_of_families() -> None:
+    """The graph of a model with an indexer, or with a bias of its own, is one with the calls of its family."""
+
+    def select(x: torch.Tensor) -> torch.Tensor:
+        parts = (family_of_layer(layer).read_selection(layer, x, None).indices for layer in layers)
+        return torch.stack([*parts])
+
+    layers = [SimpleNamespace(config=LlamaConfig()), SimpleNamespace(config=transformers.MistralConfig())]
+    indices = torch.arange(6).view(1, 2, 3)
+    selected = torch.compile(select, backend="eager", fullgraph=True)(indices)
+    assert torch.equal(selected, indices[:, None].expand(2, 1, 1, 2, 3))

@@ -1,8 +1,6 @@
 """The knowledge that a `ShardedCache` has of its tokens, beside their keys and values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,31 +28,12 @@ class CacheHistory:
     rollback_length: int | None = None
     """Tokens before a call of `decode_rows` that has not ended; None if there is no such call."""
     lowest: int = 0
-    """`HeldTokens.lowest` of all ranks, after an error left some ranks ahead: those ranks have forgotten more."""
+    """`HeldCounts.lowest` of all ranks, after an error left some ranks ahead: those ranks have forgotten more."""
 
     @staticmethod
     def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
         """Return the record of a cache that was restored with these tokens."""
         return CacheHistory(tokens, shift=shift_of(tokens, config))
-
-
-class HeldTokens(NamedTuple):
-    """Numbers of the tokens that a cache holds: on one rank, or on all of several."""
-
-    shortest: int
-    """Tokens in the layer that has the fewest. An interrupted forward pass leaves layers of different lengths."""
-    named: int
-    """Tokens whose ids are known."""
-    lowest: int
-    """Fewest tokens to which all layers can go back, besides 0: they can always drop all tokens."""
-    is_interrupted: int
-    """True if an error broke off a forward pass."""
-
-    @classmethod
-    def of_ranks(cls, numbers_by_rank: Sequence[Sequence[int]]) -> "HeldTokens":
-        """Return what holds on all ranks, from the numbers of each."""
-        shortest, named, lowest, is_interrupted = zip(*numbers_by_rank, strict=True)
-        return cls(min(shortest), min(named), max(lowest), max(is_interrupted))
 
 
 def gathered_ids(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:

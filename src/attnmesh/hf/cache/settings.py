@@ -1,10 +1,9 @@
 """Settings of a `ShardedCache`, and their checks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from transformers import PreTrainedConfig
 
@@ -30,6 +29,8 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shares import checked_shares
 from attnmesh.store.kv_folder import KVFolder
 
+T_co = TypeVar("T_co", covariant=True)
+
 ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "keep", "shares", "folder", "hot"))
 """Options in which rows of one step may differ."""
 
@@ -38,7 +39,7 @@ ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "
 class CacheSettings:
     """Options of a `ShardedCache`: its arguments beside the model and the mesh, as given.
 
-    `ShardedCache.settings` are those in use. `settled_option` makes each an attribute of the cache.
+    `ShardedCache.settings` are those in use, and `OptionsInUse` makes each an attribute of the cache.
     """
 
     capacity: int | None
@@ -55,10 +56,13 @@ class CacheSettings:
     storage: str | None
     window_storage: str | None
     shares: Sequence[float] | str | None
-    """In use, the ratios of the tokens of each rank; None for even shares."""
     folder: str | Path | KVFolder | None
-    """In use, the open folder."""
     hot: int | None
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> "CacheSettings":
+        """Return the options among the arguments of a call."""
+        return CacheSettings(**{option.name: arguments[option.name] for option in fields(CacheSettings)})
 
     def difference_of_rows(self, other: "CacheSettings") -> str | None:
         """Return an option that two rows of one step must share, but do not; None if one step serves both."""
@@ -128,17 +132,52 @@ class CacheSettings:
             check_even_shares("ShardedCache reproducible", self.shares, even=is_even)
 
 
-def settled_option(name: str) -> property:
-    """Return an attribute of a cache that reads an option of its `settings`, and raises if it is set.
+class OptionInUse(Generic[T_co]):
+    """Attribute of a cache that reads the option of this name in its `settings`, and raises if it is set.
 
     Layers read the options: one that was set on the cache alone would not reach them.
     """
 
-    def refuse(_: Any, value: object) -> None:
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, cache: None, owner: type) -> "OptionInUse[T_co]": ...
+
+    @overload
+    def __get__(self, cache: "OptionsInUse", owner: type) -> T_co: ...
+
+    def __get__(self, cache: "OptionsInUse | None", owner: type) -> Any:
+        return self if cache is None else getattr(cache.settings, self.name)
+
+    def __set__(self, cache: object, value: NoReturn) -> None:
+        name = self.name
         fix = f"make a new cache with {name}={value!r}"
         raise KernelError(f"ShardedCache {name}", "options of a new cache", f"cache.{name} = {value!r}", fix)
 
-    return property(attrgetter(f"settings.{name}"), refuse)
+
+class OptionsInUse:
+    """Options of a cache as its attributes, with the types that they have in use: `CacheSettings` has those given."""
+
+    settings: CacheSettings
+    capacity = OptionInUse[int | None]()
+    block = OptionInUse[int]()
+    merge = OptionInUse[str]()
+    output = OptionInUse[str]()
+    reproducible = OptionInUse[bool]()
+    kernel = OptionInUse[str]()
+    exchange = OptionInUse[str]()
+    checked = OptionInUse[bool | None]()
+    copies = OptionInUse[int]()
+    windows = OptionInUse[bool]()
+    keep = OptionInUse[int]()
+    storage = OptionInUse[str | None]()
+    window_storage = OptionInUse[str | None]()
+    shares = OptionInUse[tuple[float, ...] | None]()
+    """Ratios of the tokens of each rank; None for even shares."""
+    folder = OptionInUse[KVFolder | None]()
+    """The open folder."""
+    hot = OptionInUse[int | None]()
 
 
 def _check_plain(config: PreTrainedConfig, subject: str, fix: str) -> None:

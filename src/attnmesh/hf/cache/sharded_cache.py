@@ -1,6 +1,6 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache, check_order
+from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.folder_layers import open_layers
-from attnmesh.hf.cache.history import CacheHistory, HeldTokens, gathered_ids
+from attnmesh.hf.cache.folder_layers import open_layers, recover_cache, restore_cache, save_cache
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import agreed_rank_shares, prompt_layout
 from attnmesh.hf.cache.settings import CacheSettings
@@ -26,7 +27,6 @@ from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.store.recover import recover
 
 BLOCK, LONG_BLOCK = 16, 128
 """Consecutive tokens that one rank holds, of a short and of a long prompt."""
@@ -98,25 +98,8 @@ class ShardedCache(StoredLayers):
         folder: str | Path | None = None,
         hot: int | None = None,
     ) -> None:
+        given = CacheSettings.of(locals())
         rank_mesh = RankMesh.of(mesh)
-        given = CacheSettings(
-            capacity=capacity,
-            block=block,
-            merge=merge,
-            output=output,
-            reproducible=reproducible,
-            kernel=kernel,
-            exchange=exchange,
-            checked=checked,
-            copies=copies,
-            windows=windows,
-            keep=keep,
-            storage=storage,
-            window_storage=window_storage,
-            shares=shares,
-            folder=folder,
-            hot=hot,
-        )
         with Agreement(rank_mesh, "ShardedCache", vars(given)):
             given.check(config, rank_mesh.shape)
         self.config = config.get_text_config(decoder=True)
@@ -136,29 +119,11 @@ class ShardedCache(StoredLayers):
         if folder is not None:
             open_layers(self, folder)
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """Return for each layer whether it holds recurrent states alone, as masks of transformers ask."""
-        return [isinstance(layer, StateLayer) and not isinstance(layer, ShardedLayer) for layer in self.layers]
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; -1 before the first tokens."""
-        sizes = [layer.kv_cache.config.batch for layer in self.attention_layers if layer.kv_cache is not None]
-        return next(iter([*sizes, *map(len, self.states.values())]), -1)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of cached tokens, over all ranks."""
-        layers = self.attention_layers
-        if not layers:
-            return self._length
-        layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, ShardedLayer) else layers[0]).get_seq_length()
-
-    @property
-    def head_ranks(self) -> int:
-        """Ranks that split the heads of an output; 1 if each rank gets those of its queries."""
-        return self.ranks if self.settings.output == "heads" else 1
+    def choose_block(self, tokens: int) -> None:
+        """Choose the block, if it was not given, by the length of the first prompt."""
+        if self.block_is_free and not self.kv_caches:
+            block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+            self.settings = replace(self.settings, block=block)
 
     @property
     def layout(self) -> Striped:
@@ -170,15 +135,54 @@ class ShardedCache(StoredLayers):
         """Tokens that all ranks compute in turn before the first one computes again."""
         return self.layout.turns(self.ranks)[0].period
 
-    def choose_block(self, tokens: int) -> None:
-        """Choose the block, if it was not given, by the length of the first prompt."""
-        if self.block_is_free and not self.kv_caches:
-            block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
-            self.settings = replace(self.settings, block=block)
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that split the heads of an output; 1 if each rank gets those of its queries."""
+        return self.ranks if self.settings.output == "heads" else 1
+
+    # --- lengths ---
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens, over all ranks."""
+        layers = self.attention_layers
+        if not layers:
+            return self._length
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, ShardedLayer) else layers[0]).get_seq_length()
 
     def set_length(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next token, if it is text. Images before it may have shifted it."""
+        return int(self.get_seq_length()) + (0 if self.history.shift is None else self.history.shift.shift)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the first tokens."""
+        sizes = [layer.kv_cache.config.batch for layer in self.attention_layers if layer.kv_cache is not None]
+        return next(iter([*sizes, *map(len, self.states.values())]), -1)
+
+    @property
+    def held(self) -> int:
+        """Tokens of each sequence that this rank holds, in the layer that holds most."""
+        return max((layer.kv_cache.used for layer in self.attention_layers if layer.kv_cache is not None), default=0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
+        keys = sum(kv_cache.own_shard.token_bytes for kv_cache in self.kv_caches)
+        keys += sum(layer.held_bytes for layer in self.cross_layers)
+        return keys + sum(x.numel() * x.element_size() for x in self.states.values())
+
+    # --- attending ---
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return for each layer whether it holds recurrent states alone, as masks of transformers ask."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, ShardedLayer) for layer in self.layers]
 
     def attend(self, q: Tensor, kv_cache: KVCache, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
@@ -198,82 +202,7 @@ class ShardedCache(StoredLayers):
         options = {"merge": settings.merge, "output": settings.output, "kernel": settings.kernel}
         return {**options, "reproducible": settings.reproducible}
 
-    @property
-    def held(self) -> int:
-        """Tokens of each sequence that this rank holds, in the layer that holds most."""
-        return max((layer.kv_cache.used for layer in self.attention_layers if layer.kv_cache is not None), default=0)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(kv_cache.own_shard.token_bytes for kv_cache in self.kv_caches)
-        keys += sum(layer.held_bytes for layer in self.cross_layers)
-        return keys + sum(x.numel() * x.element_size() for x in self.states.values())
-
-    @property
-    def held_tokens(self) -> HeldTokens:
-        """Numbers of the tokens that the cache holds on this rank."""
-        counts = {count for layer in self.attention_layers for count in layer.token_counts} or {self._length}
-        is_interrupted = not self.history.is_consistent or len(counts) > 1
-        if self.irreversible_layers:
-            lowest = min(counts) + is_interrupted
-        else:
-            all_shards = [kv_cache.local_shards for kv_cache in self.kv_caches]
-            lowest = max((0 if shards.serves(0) else shards.oldest_query for shards in all_shards), default=0)
-        named = 0 if self.tokens is None else self.tokens.shape[1]
-        return HeldTokens(min(counts), named, lowest, is_interrupted)
-
-    def truncate_to_shortest(self, held: HeldTokens) -> None:
-        """If an error interrupted a rank, truncate all layers to the shortest layer of all ranks.
-
-        If one layer has forgotten what it needs there, all layers drop all tokens. `held` is of all ranks, so that they
-        decide alike. Every rank calls it.
-        """
-        self.history.rollback_length = None
-        if not held.is_interrupted:
-            return
-        if held.shortest < held.lowest or not held.shortest:
-            self.reset()
-            return
-        self._go_back(held.shortest, held.named)
-        self.history.lowest = held.lowest
-
-    def _go_back(self, length: int, named: int) -> None:
-        """Keep the first `length` tokens of all layers, and the first `named` ids, after an error."""
-        for kv_cache in self.kv_caches:
-            kv_cache.truncate(length)
-        if self.tokens is not None:
-            self.tokens = self.tokens[:, :named]
-        self.history.is_consistent = True
-
-    @property
-    def length_before_step(self) -> int:
-        """Cached tokens, without those of an interrupted step of rows."""
-        length = self.history.rollback_length
-        return self.get_seq_length() if length is None else length
-
-    @property
-    def can_continue(self) -> bool:
-        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back.
-
-        The cache does not learn of an error in the caller's own call of the model. But the last layer then lacks the
-        tokens that the first one has.
-        """
-        length = self.history.rollback_length
-        if length is None:
-            layers = self.attention_layers
-            counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
-            return self.history.is_consistent and len(counts) < 2
-        is_long = all(kv_cache.length >= length for kv_cache in self.kv_caches)
-        serves = not length or all(kv_cache.local_shards.serves(length) for kv_cache in self.kv_caches)
-        return not self.irreversible_layers and is_long and serves
-
-    def take_back_step(self) -> None:
-        """Remove the tokens of an interrupted step of rows. Every rank calls it."""
-        length = self.history.rollback_length
-        if length is not None:
-            self._go_back(length, length)
-            self.history.rollback_length = None
+    # --- changing ---
 
     @property
     def crops_anywhere(self) -> bool:
@@ -369,48 +298,6 @@ class ShardedCache(StoredLayers):
         """
         self.reorder_cache(indices)
 
-    @classmethod
-    def recover(
-        cls,
-        cache: "ShardedCache | None",
-        config: PreTrainedConfig,
-        mesh: DeviceMesh | None,
-        *,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> "ShardedCache":
-        """Return the cache on another mesh after ranks were lost, as `attnmesh.recover` does.
-
-        Continue with `generate(model, cache.tokens, cache=cache)`.
-
-        Args:
-            cache: The cache of a surviving rank; None on a new rank.
-            config: The configuration of the cache's model.
-            mesh: The new mesh.
-            device: The device of the tensors; None for the mesh's device.
-            options: Options of the new `ShardedCache`.
-
-        Returns:
-            The new cache. Its `tokens` are the ids to continue from.
-
-        Raises:
-            InputError: Tokens were lost with their ranks, or the cache is of another model.
-        """
-        for name in ("folder", "hot"):
-            if options.get(name) is not None:
-                raise KernelError("ShardedCache.recover", "a cache in one memory", f"{name}=", f"leave {name}= out")
-        recovered = cls(config, mesh, **options)
-        with Agreement(RankMesh.of(mesh), "ShardedCache.recover"):
-            _check_recoverable(cache, recovered)
-        kv_caches, tokens = ([], None) if cache is None else (cache.kv_caches, cache.tokens)
-        # A prefill that is interrupted in its first chunk leaves layers without a cache.
-        is_complete = len(kv_caches) == recovered.num_kv_caches
-        options = recovered._kv_cache_options
-        recovered.set_kv_caches(recover(kv_caches if is_complete else None, mesh, device=device, **options))
-        found_tokens = gathered_ids(tokens, recovered.attention_layers[0].cached)
-        recovered.history = CacheHistory.of(found_tokens, config)
-        return recovered
-
     def fork(self) -> "ShardedCache":
         """Return a cache of the same tokens for another turn, which shares memory as `KVCache.fork` does.
 
@@ -443,20 +330,80 @@ class ShardedCache(StoredLayers):
             copied.layers.append(layer_copy)
         return copied
 
+    # --- saving ---
 
-def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
-    """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
-    if recovered.irreversible_layers:
-        fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
-        raise KernelError("ShardedCache.recover", "a model without states", recovered.config.model_type, fix)
-    if cache is None:
-        return
-    subject = "ShardedCache.recover cache"
-    if not isinstance(cache, ShardedCache):
-        fix = "pass the ShardedCache of this rank, or None on a new rank"
-        raise KernelError(subject, "a ShardedCache", type(cache).__name__, fix)
-    cache.check_no_images(subject)
-    layers = len(recovered.layers)
-    if len(cache.layers) != layers:
-        given = f"one of {len(cache.layers)} layers"
-        raise KernelError(subject, f"a cache of {layers} layers", given, "pass the config of its model")
+    def save(
+        self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
+    ) -> Saving:
+        """Write all layers to a folder, as `KVCache.save` writes one.
+
+        Args:
+            path: A folder that all ranks can write to.
+            more: Further tensors, which `restore` returns.
+            note: Text, which `restore` returns.
+            wait: False to return while the files are written.
+
+        Returns:
+            The running save. Its `wait` returns when the files are complete.
+
+        Raises:
+            InputError: A layer is empty, the folder cannot be written, or ranks differ.
+        """
+        return save_cache(self, path, more, note=note, wait=wait)
+
+    def restore(
+        self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
+    ) -> tuple[dict[str, Tensor], str]:
+        """Replace the cached tokens by those in a folder. Every rank calls it, on any number of ranks.
+
+        Args:
+            path: A folder that `save` wrote.
+            device: The device of the tensors; None for the mesh's device.
+            capacity: Tokens to allocate for; None for the cache's capacity.
+
+        Returns:
+            The further tensors and the note that were saved.
+
+        Raises:
+            InputError: The folder has no complete save of a cache of this model, or ranks differ.
+        """
+        return restore_cache(self, path, device, capacity)
+
+    def flush(self) -> None:
+        """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
+        for kv_cache in self.kv_caches if self.hot is not None else ():
+            kv_cache.flush()
+
+    @classmethod
+    def recover(
+        cls,
+        cache: "ShardedCache | None",
+        config: PreTrainedConfig,
+        mesh: DeviceMesh | None,
+        *,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> "ShardedCache":
+        """Return the cache on another mesh after ranks were lost, as `attnmesh.recover` does.
+
+        Continue with `generate(model, cache.tokens, cache=cache)`.
+
+        Args:
+            cache: The cache of a surviving rank; None on a new rank.
+            config: The configuration of the cache's model.
+            mesh: The new mesh.
+            device: The device of the tensors; None for the mesh's device.
+            options: Options of the new `ShardedCache`.
+
+        Returns:
+            The new cache. Its `tokens` are the ids to continue from.
+
+        Raises:
+            InputError: Tokens were lost with their ranks, or the cache is of another model.
+        """
+        for name in ("folder", "hot"):
+            if options.get(name) is not None:
+                raise KernelError("ShardedCache.recover", "a cache in one memory", f"{name}=", f"leave {name}= out")
+        recovered = cls(config, mesh, **options)
+        recover_cache(cache, recovered, config, device)
+        return recovered

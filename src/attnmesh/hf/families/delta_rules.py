@@ -3,7 +3,7 @@
 KDA has a decay for each column of a key (Kimi-Linear, Bailing-hybrid).
 """
 
-from functools import partial
+from functools import partial as partial_of
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,14 +69,14 @@ def delta_by_heads(
 
 _INPUTS = ("query", "key", "value", "g", "beta")
 _STATES = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-_RULE = partial(
+_RULE = partial_of(
     Rule, returns_state="output_final_state", initial_state="initial_state", always_pair=True, by_heads=delta_by_heads
 )
 
 
 def _recurrence(rule: str, *, chunked: str, stepwise: str) -> Recurrence:
     """Return the parts of layers with a rule. `chunked` computes chunks of tokens, `stepwise` one after another."""
-    link = partial(delta_link, rule=rule)
+    link = partial_of(delta_link, rule=rule)
     functions: dict[str, Any] = {
         **CONVOLUTION,
         chunked: _RULE(link, parameters=(*_INPUTS, "chunk_size", *_STATES)),

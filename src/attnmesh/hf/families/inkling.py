@@ -123,6 +123,7 @@ FAMILIES = (
         },
         uses=(RECURRENT_STATES,),
         layers=RECURRENT,
+        window_prefix="swa_",
         recurrences={"InklingShortConvolution": SHORT_CONVOLUTION},
         counts_tokens=lambda config: config.model_type == "inkling_text",
         temperature=temperature,
@@ -131,5 +132,5 @@ FAMILIES = (
         prepare=prepare_relative,
         restore=restore_relative,
     ),
-    Family("inkling2_text", _FIELDS, refused="convolutions whose weights differ by token"),
+    Family("inkling2_text", _FIELDS, window_prefix="swa_", refused="convolutions whose weights differ by token"),
 )

@@ -6,7 +6,7 @@ the tower are averaged over ranks as all others are.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +36,7 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
         raise KernelError("train images", expected, name, f"leave token_type_ids and images out, or {USE_SDPA}")
     if decoder not in CUTTING:
         CUTTING.add(decoder)
-        decoder.register_forward_pre_hook(partial(_cut, name), with_kwargs=True, prepend=True)
+        decoder.register_forward_pre_hook(partial_of(_cut, name), with_kwargs=True, prepend=True)
 
 
 def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:

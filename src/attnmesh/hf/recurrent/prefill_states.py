@@ -1,6 +1,6 @@
 """States of a recurrent layer while a prompt is computed on shards."""
 
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 import torch.distributed as dist
@@ -63,5 +63,5 @@ def broadcast_last(x: Tensor, chain: Chain) -> Tensor:
     """Return the tensor of the rank with the last part. Collective."""
     x = x.contiguous()
     if chain.axis.group is not None:
-        run_collective(chain.axis, "sending states", partial(dist.broadcast, group_src=chain.owners[-1]), x)
+        run_collective(chain.axis, "sending states", partial_of(dist.broadcast, group_src=chain.owners[-1]), x)
     return x

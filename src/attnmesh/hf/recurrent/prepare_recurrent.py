@@ -8,7 +8,7 @@ does. `restore` gives the layers their classes back. Nothing outside the model i
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial as partial_of
 from inspect import signature
 from typing import Any
 
@@ -63,7 +63,7 @@ class RecurrentLayer:
         if not sequence.cached:
             compare_weights(layer, sequence, next(iter(arguments.values())).device)
         arguments = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in arguments.items()}
-        run = partial(forward_on_shards(stock), layer)
+        run = partial_of(forward_on_shards(stock), layer)
         if sequence.cached:
             return _prefill(run, layer, arguments, sequence)
         arguments[_mask_name(arguments)] = None  # padding is on the right

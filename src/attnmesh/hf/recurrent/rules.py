@@ -13,7 +13,7 @@ form in float32. All results are differentiable. A shard has at least one token.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class Rule:
             chain = current_chain.get()
             if isinstance(chain, HeadChain) and self.by_heads is not None:
                 self.check_one_sequence(kwargs)
-                whole_rule = partial(self.outputs, stock, chain.all_document_lengths)
+                whole_rule = partial_of(self.outputs, stock, chain.all_document_lengths)
                 out = self.by_heads(whole_rule, chain, *args, **{**kwargs, self.returns_state: False})
                 return self.stock_result(chain.scatter(out), None, False)
             pieces = self.cut(chain.document_lengths, args, kwargs)

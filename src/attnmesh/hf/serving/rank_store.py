@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.hf.cache.folder_layers import STATES
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.operations import BlockToRead, BlockToSave, ReadFrom
 from attnmesh.hf.serving.prefix_store import OpenStore

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError
+from attnmesh.hf.cache.interruption import can_continue, length_before_step, take_back_step
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import run_model
 from attnmesh.hf.family import family_of
@@ -69,7 +70,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     model = unwrap(model)
     _agree(model, tokens, caches)
     for cache in caches:
-        cache.take_back_step()
+        take_back_step(cache)
     prepare_model(model)
     rows = [_tokens_of(row) for row in tokens]
     groups = defaultdict(list)
@@ -136,7 +137,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
     """Raise the same error on all ranks unless all make the same valid call."""
 
     def fields() -> dict[str, object]:
-        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.length_before_step for cache in caches]}
+        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [length_before_step(cache) for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     mesh = RankMesh.of(first.mesh if isinstance(first, ShardedCache) else None)
@@ -158,7 +159,7 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
         _check_cache(cache, caches[0], count)
     config = model.config.get_text_config(decoder=True)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    length = max(cache.length_before_step + count for cache, count in zip(caches, new, strict=True))
+    length = max(length_before_step(cache) + count for cache, count in zip(caches, new, strict=True))
     if longest is not None and length > longest:
         expected = f"at most {longest} tokens, the model's context"
         fix = "end the request, or use a model with a longer context"
@@ -202,10 +203,10 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
         raise KernelError(subject, "caches of one model with the same options", given, fix)
     if any(kv_cache.padding is not None for kv_cache in cache.kv_caches):
         raise MaskError(subject, "caches without padding", "padding", "prefill the prompt without its padding")
-    if not cache.can_continue:
+    if not can_continue(cache):
         expected = "a cache that no error interrupted"
         raise KernelError(subject, expected, "an interrupted one", "prefill the prompt again")
-    length = cache.length_before_step
+    length = length_before_step(cache)
     shift = cache.history.shift
     knows_images = shift is not None and shift.text_start <= length
     if length and not knows_images:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +51,7 @@ class MeshDistillation(MeshRollouts):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
         self.sequences_by_layout = {}  # a call that raised may have left some
-        divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
+        divergence = partial_of(self._divergence, ROLLOUTS.find(DIVERGENCE))
         replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
         with self.sharder.active(False), self.accelerator.dealing(), replacing:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]

@@ -5,7 +5,7 @@ shards, see `batch_sharder`.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial as partial_of
 from itertools import chain
 from typing import Any
 
@@ -130,8 +130,8 @@ class MeshTrainer:
         """Return the batches of this rank's mesh. Workers of all its ranks draw the same numbers, as of one process."""
         loader: Any = super().get_train_dataloader()  # type: ignore[misc]
         seed = getattr(loader, "worker_init_fn", None)  # a loader of a subclass may be of any class
-        if isinstance(seed, partial) and "rank" in seed.keywords:
-            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.mesh_index)
+        if isinstance(seed, partial_of) and "rank" in seed.keywords:
+            loader.worker_init_fn = partial_of(seed, rank=self.accelerator.replicas.mesh_index)
         return loader
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
