@@ -101,9 +101,9 @@ class PreparedStep:
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(merged, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
-        if key_lengths is not None:  # NaN for lengths that the cache does not have
-            lengths = key_lengths.to(q.device)
-            wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
+        if key_lengths is not None and key_lengths.device == q.device:  # the checks have read others
+            # NaN for lengths that the cache does not have
+            wrong = (key_lengths < 0) | (key_lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         return out
 

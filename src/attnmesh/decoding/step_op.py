@@ -35,7 +35,8 @@ def decode_op(
     view = view_of(cache, (spec := StepSpec.from_code(names, numbers)).value_dim)
     facts = (StepSpec.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, spec.index_block or 1)
-    inputs = StepInputs(q, (), sinks, key_lengths, selected, history=history)
+    lengths = None if key_lengths is None else key_lengths.to(q.device)  # no check has read them in a graph
+    inputs = StepInputs(q, (), sinks, lengths, selected, history=history)
     out = run_in_graph(new_prepared_step(q, view, spec, facts), inputs, view)
     length = view.device_counts[LENGTH]
     return torch.where(length <= spec.capacity, out, torch.nan)
