@@ -14,13 +14,11 @@ find out whether their calls are equal:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
@@ -34,9 +32,6 @@ from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
-
-own_view: Callable[[KVCache], CacheView] = attrgetter("local_shards.own.view")
-"""Returns the view of this rank's shard of a cache, without a call of Python."""
 
 
 @dataclass(eq=False)
@@ -113,7 +108,9 @@ class LoneStep(PreparedStep):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output."""
-        views = [*map(own_view, inputs.caches)]
+        views = []
+        for cache in inputs.caches:
+            views.append(cache.local_shards.own.view)
         partial, _ = self.attend(inputs, views)
         return self.finish(partial, inputs, views)
 
@@ -135,7 +132,9 @@ class HostMergedStep(PreparedStep):
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise."""
         try:
-            views = [*map(own_view, inputs.caches)]
+            views = []
+            for cache in inputs.caches:
+                views.append(cache.local_shards.own.view)
             partial, blank = self.attend(inputs, views)
             merged, _ = self.merge(partial, blank, inputs, views)
             return self.finish(merged, inputs, views)
@@ -176,7 +175,10 @@ class TransportMergedStep(PreparedStep):
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
         try:
-            own_inputs, views = inputs.of_own_heads(spec), [*map(own_view, inputs.caches)]
+            own_inputs = inputs.of_own_heads(spec)
+            views = []
+            for cache in inputs.caches:
+                views.append(cache.local_shards.own.view)
             partial, blank = self.attend(own_inputs, views)
             merged, checksum = self.merge(partial, blank, inputs, views)
             out, checksum = gather_heads(self.finish(merged, own_inputs, views), checksum, spec, q.shape[1])
