@@ -40,10 +40,11 @@ class Channel(NamedTuple):
     axis: Axis
     device: torch.device
     one_at_a_time: bool = False
-    """True if each exchange ends before another begins along the axis.
+    """True if each exchange to three or more ranks ends before another begins along the axis.
 
-    Long messages to three or more ranks may then be sent one after the other as the exchange ends: to the next rank, to
-    the one after it, and so on. Each link carries one message each way at a time.
+    Its long messages may then be sent one after the other as the exchange ends: to the next rank, to the one after it,
+    and so on. Each link carries one message each way at a time. Messages to fewer ranks are sent at once, and these
+    exchanges may overlap, as those of a ring do.
     """
 
     def begin_gather(self, tensors: Tensors, step: GatherStep) -> Callable[[], Tensors]:
