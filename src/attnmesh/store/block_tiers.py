@@ -80,9 +80,9 @@ class BlockTiers:
         self.pinned: frozenset[StoredBlock] = frozenset()
         """Blocks that are being read."""
         self.gone_from_memory: list[StoredBlock] = []
-        """Blocks that have left memory since `take_gone` was called last."""
+        """Blocks that have left memory since `pop_gone` was called last."""
         self.gone_from_folder: list[StoredBlock] = []
-        """Blocks that have left the folder since `take_gone` was called last."""
+        """Blocks that have left the folder since `pop_gone` was called last."""
 
     def add(self, tier: Tier, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block to a tier."""
@@ -127,7 +127,7 @@ class BlockTiers:
         block = next(iter(self.writing))
         return block, self.writing.pop(block) > 0
 
-    def take_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
+    def pop_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
         """Return what has left memory, and the folder, since the last call."""
         gone = self.gone_from_memory, self.gone_from_folder
         self.gone_from_memory, self.gone_from_folder = [], []

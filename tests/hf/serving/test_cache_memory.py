@@ -65,9 +65,9 @@ def test_caches_of_guesses_go_last() -> None:
 
 def test_the_fullest_rank_counts() -> None:
     memory, step = memory_of(20), StepPlan()
-    memory.worker.scale = 2.0  # type: ignore[misc]
+    memory.worker.fullest_ratio = 2.0  # type: ignore[misc]
     assert memory.free(step) == 60
-    memory.nbytes = [20, 55]  # 15 more than its share
+    memory.note_bytes([20, 55])  # 15 more than its share
     assert memory.free(step) == 45
 
 
@@ -75,7 +75,7 @@ def test_only_so_many_caches_are_kept() -> None:
     memory = memory_of(1, 2, 3)
     memory.keep_at_most(1)
     assert [*memory.kept_caches.kept] == [2]
-    assert memory.take_drops() == [0, 1]
+    assert memory.pop_drops() == [0, 1]
     assert memory.drops == []
 
 

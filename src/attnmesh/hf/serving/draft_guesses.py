@@ -264,7 +264,7 @@ class DraftGuesser(Guesser):
             operations = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
         return [*operations, Fill(cache_id, size, row.read)]
 
-    def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
+    def _apply_chunk(self, row: DraftRow, results: StepResults) -> None:
         if results.error_of(Start, Fill) is not None:
             self._drop([row.request.cache_id], fails=True)
             return
@@ -298,7 +298,7 @@ class DraftGuesser(Guesser):
             results = self.run([*operations, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
-                self._take_chunk(self.rows[reading], results)
+                self._apply_chunk(self.rows[reading], results)
             if tokens:
                 try:
                     drawn = _draw_tokens(draws, tokens, results)

@@ -336,7 +336,7 @@ class Engine:
             results = self._run_on_all(step.operations, None if step.starting is None else step.starting.images)
         self.step_seconds += sum(results.seconds.values())
         self.merge_seconds += sum(traffic.merges)
-        self.scheduler.take(step, results)
+        self.scheduler.apply_results(step, results)
 
     def _receive(self, seconds: float) -> None:
         """Move new requests to the scheduler. Wait at most `seconds` for a first one."""
@@ -347,12 +347,12 @@ class Engine:
                 return
             seconds = 0.0
             if request is not None:  # None is from `close`, which wakes the engine
-                self.scheduler.requests.waiting.append(request)
+                self.scheduler.add(request)
 
     def _run_on_all(self, operations: list[Operation], images: dict[str, Any] | None = None) -> StepResults:
         """Run operations on all ranks, and give the ranks' reports to the scheduler. A prompt may begin with images."""
         operations, reports = self.step_exchange.exchange(operations, self.worker.step_report)
-        self.scheduler.take_reports(reports)
+        self.scheduler.receive_reports(reports)
         self.exchanges += 1
         return StepResults() if operations == END else self._run(operations, images)
 

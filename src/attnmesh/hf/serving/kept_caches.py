@@ -39,6 +39,11 @@ class KeptCaches:
         if snapshot is not None:
             self.snapshots.add(snapshot)
 
+    def note_images(self, request: EngineRequest) -> None:
+        """Note the images of a request's cache, if it has some."""
+        if request.images_digest is not None:
+            self.images_digests[request.cache_id] = request.images_digest
+
     def stop_keeping(self, cache_id: int) -> None:
         """Keep a cache no longer."""
         self.kept.pop(cache_id, None)

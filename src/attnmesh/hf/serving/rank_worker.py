@@ -76,7 +76,7 @@ class RankWorker:
         self.steps = 0
 
     @property
-    def scale(self) -> float:
+    def fullest_ratio(self) -> float:
         """Ratio of the cache bytes of the rank that holds most to those of rank 0: 1 with even shares."""
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])

@@ -180,7 +180,7 @@ class StoreScheduler:
         if self.loading is not None and self.opening is None and not loads:
             nbytes = max(1, (left - self.copied) // self.worker.mesh.ranks)
             loads = [LoadBlocks(self.loading.cache_id, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
-        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
+        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.pop_gone()) else []
         return [*forgets, *saves, *loads]
 
     def operations_after(self) -> list[Operation]:
@@ -360,18 +360,18 @@ class StoreScheduler:
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
         return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
 
-    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
+    def receive_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Take the reports of ranks on their blocks. Return loaded caches that no request needs."""
         failed = [rank for rank, report in enumerate(reports) if report.write_error]
         if failed and not self.stopped:
             self._stop(reports[failed[0]].write_error, failed[0])
         if not self.stopped:
-            self._take_written(min(report.blocks_written for report in reports))
+            self._note_written(min(report.blocks_written for report in reports))
         left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
         unused = [self.loaded.pop(request).source for request in left]
-        return self._take_read(reports) + [cache_id for cache_id in unused if cache_id is not None]
+        return self._end_loading(reports) + [cache_id for cache_id in unused if cache_id is not None]
 
-    def _take_written(self, count: int) -> None:
+    def _note_written(self, count: int) -> None:
         """Note blocks in the folder that all ranks have written: `count` is the least number of all ranks."""
         while self.written_blocks < count:
             self.written_blocks += 1
@@ -391,7 +391,7 @@ class StoreScheduler:
             blocks.clear()
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 
-    def _take_read(self, reports: Sequence[RankReport]) -> list[int]:
+    def _end_loading(self, reports: Sequence[RankReport]) -> list[int]:
         """End the loading once each rank has read all blocks, or found a damaged one. Return a useless cache.
 
         Ranks 0 and 1 read 8 blocks, and rank 1 cannot read the sixth: the cache keeps the first 5 on both. If layers
@@ -428,7 +428,7 @@ class StoreScheduler:
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
-    def take(self, results: StepResults) -> None:
+    def apply_results(self, results: StepResults) -> None:
         """Take the results of a step: the speed of copies, and whether a cache could be made."""
         if (error := results.error_of(SaveBlocks)) is not None:
             raise error  # caches are not as rank 0 knows them
