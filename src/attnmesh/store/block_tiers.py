@@ -122,6 +122,14 @@ class BlockTiers:
         tier.remove(block)
         self._note_gone(tier, block)
 
+    def pin(self, blocks: Iterable[StoredBlock]) -> None:
+        """Keep blocks that are being read, and let those go that were pinned before."""
+        self.pinned = frozenset(blocks)
+
+    def forget_writing(self) -> None:
+        """Forget which blocks are on their way: none will arrive."""
+        self.writing.clear()
+
     def pop_written(self) -> tuple[StoredBlock, bool]:
         """Return the first block of those on their way, which has arrived, and whether it went to the folder."""
         block = next(iter(self.writing))

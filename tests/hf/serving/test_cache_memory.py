@@ -25,7 +25,7 @@ def memory_of(*tokens: int, limit: int = 100) -> CacheMemory:
     memory = CacheMemory(worker, limit, Guesser())
     for cache_id, count in enumerate(tokens):
         worker.hold(cache_id, range(count))
-        memory.kept_caches.keep(request([1]), snapshot=cache_id)
+        memory.kept_caches.keep(cache_id, "", is_snapshot=True)
     return memory
 
 

@@ -177,12 +177,10 @@ class DraftGuesser(Guesser):
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
-            guesses.accepted = FIRST_PROPOSED * self.usual_rate
-            guesses.proposed = FIRST_PROPOSED
+            guesses.assume_rate(self.usual_rate, FIRST_PROPOSED)
         if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
             row.idle = 0
-            guesses.accepted = FIRST_PROPOSED * FIRST_RATE
-            guesses.proposed = FIRST_PROPOSED
+            guesses.assume_rate(FIRST_RATE, FIRST_PROPOSED)
         return row
 
     def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
@@ -212,7 +210,7 @@ class DraftGuesser(Guesser):
         for cache_id, row in gone.items():
             del self.rows[cache_id]
             if row.read and not row.is_reading:
-                self.kept_caches.kept[cache_id] = row.request.salt
+                self.kept_caches.keep(cache_id, row.request.salt)
         unread = [cache_id for cache_id, row in gone.items() if row.is_reading]
         self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 

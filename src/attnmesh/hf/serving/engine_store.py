@@ -54,7 +54,7 @@ class NoStore:
         return []
 
     def apply_results(self, results: StepResults) -> None:
-        """Take nothing."""
+        """Apply nothing."""
 
     def metrics(self) -> dict[str, float]:
         """Return no figures."""

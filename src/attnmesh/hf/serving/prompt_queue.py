@@ -173,7 +173,7 @@ class PromptQueue:
                 continue  # the cache has no state of the fork point any more, or needs none to go back to it
             if self.memory.reserve_free(step, self.memory.bytes_of(request.computed_tokens)):
                 fork_id = next(self.new_cache_ids)
-                self.kept_caches.keep(request, snapshot=fork_id)
+                self.kept_caches.keep(fork_id, request.salt, is_snapshot=True)
                 step.forking = request, fork_id
                 step.spared.add(fork_id)
                 return Fork(request.cache_id, fork_id)

@@ -275,9 +275,8 @@ class Scheduler:
 
     def _reject(self, request: EngineRequest) -> None:
         """Let the next step take guesses that were not accepted from the end of the cache."""
-        if request.guesses.pending:
-            self.rejected[request.cache_id] = len(request.guesses.pending)
-            request.guesses.pending = []
+        if rejected := request.guesses.pop_rejected():
+            self.rejected[request.cache_id] = rejected
 
     # --- ends ---
 
@@ -288,7 +287,7 @@ class Scheduler:
             return
         self._reject(request)
         if keep:
-            self.memory.kept_caches.keep(request)
+            self.memory.kept_caches.keep(request.cache_id, request.salt)
             self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
         else:
             self.memory.drop(request.cache_id)
@@ -343,7 +342,7 @@ class Scheduler:
         if self.memory.reserve(step, more):
             return more > 0
         for request in self.requests.rows:  # guesses are given up before a row is
-            request.guesses.checked = []
+            request.guesses.give_up()
         more = self._growth_of_rows()
         while not self.memory.reserve(step, more) and self.requests.running:
             self._preempt(more)
