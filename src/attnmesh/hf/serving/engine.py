@@ -162,7 +162,7 @@ class Engine:
         self.merge_seconds = 0.0
         """Seconds of these that merges between ranks took."""
         self.pause_seconds = 0.0
-        """Seconds for which the next step waits for a request, although others run: 0 unless the last one did nothing."""
+        """Seconds that a busy engine waits for a request before a step: 0, unless its last step had no operations."""
 
     def submit(
         self,

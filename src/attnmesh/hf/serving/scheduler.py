@@ -83,15 +83,16 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step.
 
-        First it is settled which rows decode. Rows are then promised memory, and prompts what rows leave. Each may drop
-        caches, so operations are listed at last. All ranks run them in this order:
+        Requests end first, and rows draw from logits that they hold. Then rows are promised memory, and prompts what
+        rows leave. All of these may drop caches, so operations are listed at last. Ranks run them in this order:
 
-            crop                  before a state is saved, else wrong guesses are in it, and before the cache is dropped
-            forget, save, load    before a cache is dropped, else its blocks are lost
-            drop                  before any cache grows, else both take memory at once
-            rows                  before prompts: if memory ends, one prompt ends, and rows need not be computed again
-            start, fork, fill     of prompts, as `PromptQueue.plan` has them
-            open                  after all: if there is no memory for the cache, its prompt begins without it
+            crop                 before a state is saved, else wrong guesses are in it, and before its cache is dropped
+            forget, save         before a cache is dropped, else its blocks are lost
+            close, load          before a prompt begins with a loaded cache, else the cache is not cut to its tokens
+            drop                 before a cache grows, else both take memory at once
+            rows                 before prompts: if memory ends, one prompt ends, and no row is computed again
+            start, fork, fill    of prompts, as `PromptQueue.plan` has them
+            open                 after all: if there is no memory for the cache, its prompt begins without it
         """
         step = StepPlan()
         requests = self.requests
