@@ -46,6 +46,17 @@ def test_promised_bytes_count_as_held_ones() -> None:
     assert memory.drops == []
 
 
+def test_bytes_are_promised_only_if_they_fit() -> None:
+    memory, step = memory_of(30), StepPlan()
+    assert not memory.reserve(step, 40, beside=31, spared=[0])
+    assert memory.reserve(step, 40, beside=30)
+    assert not memory.reserve_free(step, 31)
+    assert (step.promised, memory.drops) == (40, [])
+    assert memory.reserve_free(step, 30)
+    assert not memory.reserve(step, 31)  # though the kept cache went for it
+    assert (step.promised, memory.drops) == (70, [0])
+
+
 def test_the_cache_that_a_prompt_goes_on_from_stays() -> None:
     memory, step = memory_of(30, 20, 10), StepPlan(spared={0})
     assert not memory.make_room(step, 90, spared=[1])
