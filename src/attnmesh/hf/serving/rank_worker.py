@@ -260,3 +260,5 @@ def _run_operation(worker: RankWorker, operation: Operation, results: StepResult
             worker.opened_store.do_save(cache_id, blocks)
         case ForgetBlocks(in_memory, on_disk):
             worker.opened_store.do_forget(in_memory, on_disk)
+        case _:
+            raise NotImplementedError(operation.name)
