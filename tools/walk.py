@@ -52,7 +52,7 @@ DRAWN = {
     ),
     "decode, 2 ranks, float64": (
         "The same step in float64, which no native merge takes: what it runs through beside these.",
-        "`MergeAgreement.raise_through_merge` would raise an error of `compute`. The record of a merge names a method\n"
+        "`MergeAgreement.raise_through_merge` would raise an error of a part. The record of a merge names a method\n"
         "of the axis's transport, which sends the messages: `tree`, `direct`, `gather` or `all_reduce`.",
     ),
     "append, 2 ranks": (

@@ -15,7 +15,7 @@ from attnmesh.comm.p2p import (
     all_to_all_tokens,
     is_run,
     meta_like,
-    take_tokens,
+    select_tokens,
 )
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
@@ -75,18 +75,18 @@ def test_a_run_is_consecutive_and_not_empty(tokens: list[int], expected: bool) -
 
 def test_tokens_of_a_run_are_views() -> None:
     x, y = tokens_at(range(6))
-    for tensor, part in zip((x, y), take_tokens((x, y), indices(2, 3, 4)), strict=True):
+    for tensor, part in zip((x, y), select_tokens((x, y), indices(2, 3, 4)), strict=True):
         assert torch.equal(part, tensor[:, :, 2:5])
         assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    assert take_tokens((x,), torch.arange(6))[0] is x
+    assert select_tokens((x,), torch.arange(6))[0] is x
 
 
 def test_tokens_that_are_no_run_are_copies() -> None:
-    (x,) = take_tokens(tokens_at(range(6))[1:], indices(0, 2, 5))
+    (x,) = select_tokens(tokens_at(range(6))[1:], indices(0, 2, 5))
     assert x[0, 0].tolist() == [0, 2, 5]
-    (reversed_tokens,) = take_tokens(tokens_at(range(3))[1:], indices(2, 1, 0), ascending=False)
+    (reversed_tokens,) = select_tokens(tokens_at(range(3))[1:], indices(2, 1, 0), ascending=False)
     assert reversed_tokens[0, 0].tolist() == [2, 1, 0]
-    (none,) = take_tokens(tokens_at(range(3))[1:], indices())
+    (none,) = select_tokens(tokens_at(range(3))[1:], indices())
     assert none.shape == (1, 2, 0)
 
 

@@ -7,13 +7,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
+from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.caches.make import empty_cache, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import numbers
 from tests.support.truth.seeds import some
-from tests.support.truth.tolerances import assert_near
+from tests.support.truth.tolerances import FLOAT32, assert_near
 
 HEADS, WIDTH = (4, 2), 8
 QUERY = numbers(1, HEADS[0], 1, WIDTH, seed=1)
@@ -164,3 +165,11 @@ def decode_compiled_past_capacity() -> list[bool]:
 
 def test_compiled_step_past_capacity_returns_nan(pool: Pool) -> None:
     assert pool.run(2, decode_compiled_past_capacity) == [[False, False, True, True]] * 2
+
+
+@pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("kernel", ["native", "cpu", "auto"])
+def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
+    cache = random_cache(10)
+    step = torch.compile(lambda q: am.decode(q, cache, kernel=kernel), fullgraph=True, backend="aot_eager")
+    assert_near(step(QUERY), am.decode(QUERY, cache, kernel=kernel), FLOAT32)

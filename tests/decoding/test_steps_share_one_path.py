@@ -22,7 +22,7 @@ from tools.walk import call_watched
 ROOM = str(Path(decoding.__file__).parent)
 
 CHECKS = ("step_checks.py", "step_agreement.py")
-"""Files of what is done at the first step of a kind, and of what ranks say to each other if it fails."""
+"""Files of what is done at the first step of a signature, and of what ranks say to each other if it fails."""
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 100, "block": 4, "dtype": torch.float32}
 
@@ -102,9 +102,10 @@ def test_each_kind_of_step_runs_the_same_functions(ranks: int, pool: Pool) -> No
         assert later == [
             "decode_call.py decode",
             "known_steps.py find_step",
-            *["prepared_step.py run"] * (ranks > 1),
-            "prepared_step.py compute",
-            "prepared_step.py merge",
+            "prepared_step.py run",
+            "prepared_step.py attend",
+            *["prepared_step.py merge"] * (ranks > 1),
+            "prepared_step.py finish",
         ]
         assert first[-len(later) + 2 :] == later[2:]
         for name, (begun, known) in ways.items():

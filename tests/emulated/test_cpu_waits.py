@@ -42,7 +42,7 @@ def test_steps_and_merges_wait_for_the_gpu_in_the_known_calls_alone(backend: str
         pytest.param("nccl", (2, 1, 1), marks=pytest.mark.long),
     ],
 )
-def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, shape: tuple[int, int, int]):
+def test_attention_copies_nothing_after_the_first_call_of_a_signature(backend: str, shape: tuple[int, int, int]):
     for table in world(2, record_waits, "attention", shape, backend=backend).results():
         assert len(table) == 14
         assert not any(table.values()), table

@@ -100,8 +100,8 @@ def test_what_reads_the_host_is_refused_by_name():
 
 
 @on_each_rank
-def catch_errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
-    """Return what steps raise in a capture whose kind was run before it."""
+def catch_errors_of_known_steps(gpu: EmulatedGPU) -> dict[str, Any]:
+    """Return what steps raise in a capture whose signatures were run before it."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, several, window = random(3, 2, 4, 1, 16), random(4, 2, 4, 3, 16), am.Window(30)
     cache, wide, forgets = filled_cache(mesh), filled_cache(mesh, torch.float64), filled_cache(mesh, mask=window)
@@ -115,8 +115,8 @@ def catch_errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
     return {name: waits_of_capture(gpu, step) for name, step in steps.items()}
 
 
-def test_a_known_kind_that_no_graph_can_hold_is_refused_by_name():
-    for found in world(2, catch_errors_of_known_kinds).results():
+def test_a_known_step_that_no_graph_can_hold_is_refused_by_name():
+    for found in world(2, catch_errors_of_known_steps).results():
         for name in ("float64", "reference"):
             expected = "decode kernel: expected one that reads the cache's length on the GPU, in a CUDA graph, given"
             assert str(found[name]).startswith(expected), found[name]

@@ -83,14 +83,14 @@ def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
 
 @on_each_rank
 def take_a_later_step_that_differs(checked: bool | None) -> str:
-    """Steps that stay on the device compare the first of each kind alone."""
+    """Steps that stay on the device compare the first of each signature alone."""
     with interpreting("triton"):
         cache = random_cache(20, named_mesh(Shape(1, 1, 2), AXES), head_dim=WIDTH, checked=checked)
         am.decode(query(), cache, kernel="triton")
         return outcome_of(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
 
 
-def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
+def test_checked_compares_every_step_of_a_signature(pool: Pool) -> None:
     assert pool.run(2, take_a_later_step_that_differs, None) == ["NaN"] * 2
     one, other = pool.run(2, take_a_later_step_that_differs, True)
     assert one == other
@@ -145,13 +145,13 @@ def test_values_that_mean_nothing_are_refused() -> None:
 
 
 @on_each_rank
-def decode_after_different_histories(kind: str) -> str:
+def decode_after_different_histories(change: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
     cache.guard.checked = False
     other = dist.get_rank() == 1
-    if kind == "padding":
+    if change == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
         cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), token_mask=real)
     else:
@@ -163,9 +163,9 @@ def decode_after_different_histories(kind: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["padding", "order"])
-def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, decode_after_different_histories, kind)
+@pytest.mark.parametrize("change", ["padding", "order"])
+def test_the_history_of_a_cache_is_compared(pool: Pool, change: str) -> None:
+    one, other = pool.run(2, decode_after_different_histories, change)
     assert one == other
     assert "padding and order" in one
 

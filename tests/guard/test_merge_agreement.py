@@ -1,4 +1,7 @@
-"""When ranks merge unlike partials, or in unlike ways: the error that all raise, and NaN where nothing is compared."""
+"""The rows of `MergeAgreement` for CPUs; test_odd_rank.py and test_agreement.py of this folder have those for GPUs.
+
+Ranks merge unlike partials, or in unlike ways: all raise an error, or get NaN where nothing is compared.
+"""
 
 from itertools import permutations
 from unittest import mock

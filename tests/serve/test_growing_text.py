@@ -36,7 +36,7 @@ def read(pieces: list[str], reader: Callable[[GrowingText], Reader[Any]]) -> tup
 READERS: dict[str, Callable[[GrowingText], Reader[Any]]] = {
     "until": lambda text: text.until("</a>"),
     "pieces": lambda text: text.pieces("</a>", "</ab>"),
-    "take": lambda text: text.take("<a>", "<ab>", "{"),
+    "expect": lambda text: text.expect("<a>", "<ab>", "{"),
     "close": lambda text: text.close("</a>"),
     "word": lambda text: text.word(),
     "json": lambda text: text.json_text(),

@@ -26,7 +26,7 @@ def test_a_tier_finds_what_an_ideal_one_finds() -> None:
         ideal += next(n for n, name in enumerate(blocks) if name not in held)
         for n, name in enumerate(blocks[len(stored) :], len(stored)):
             block = StoredBlock(name, BLOCK_GRAIN * n, BLOCK_GRAIN * (n + 1))
-            tiers.pinned = frozenset(stored)
+            tiers.pin(stored)
             assert tiers.make_room(tiers.disk, 1)
             tiers.add(tiers.disk, block, TierEntry(1))
             stored.append(block)

@@ -249,7 +249,7 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_cache_holds_its_folder_by_name(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 9)
-    cache.own_shard.take_memory = lambda _: True  # type: ignore[attr-defined]
+    cache.own_shard.reserve_memory = lambda _: True  # type: ignore[attr-defined]
     gc.collect()
     with pytest.raises(StoreError, match="one writer of a folder"):
         opened(tmp_path)

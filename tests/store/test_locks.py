@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnmesh.errors import StoreError
-from attnmesh.store.locks import WriterLock, lock_for_cache, take_lock, without_writers
+from attnmesh.store.locks import WriterLock, lock_for_cache, try_lock, without_writers
 
 pytestmark = pytest.mark.quick
 
@@ -27,19 +27,19 @@ def opened(path: Path) -> Iterator[int]:
 def test_one_handle_holds_a_lock_until_it_is_closed(tmp_path: Path) -> None:
     with opened(tmp_path) as other:
         with opened(tmp_path) as one:
-            assert take_lock(one)
-            assert take_lock(one), "who holds a lock may take it again"
-            assert not take_lock(other)
-            assert not take_lock(other, patience=0.03)
-            assert not take_lock(other, shared=True)
-        assert take_lock(other)
+            assert try_lock(one)
+            assert try_lock(one), "who holds a lock may take it again"
+            assert not try_lock(other)
+            assert not try_lock(other, patience=0.03)
+            assert not try_lock(other, shared=True)
+        assert try_lock(other)
 
 
 def test_several_share_a_lock_and_none_has_it_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as one, opened(tmp_path) as other, opened(tmp_path) as third:
-        assert take_lock(one, shared=True)
-        assert take_lock(other, shared=True)
-        assert not take_lock(third)
+        assert try_lock(one, shared=True)
+        assert try_lock(other, shared=True)
+        assert not try_lock(third)
 
 
 def test_a_second_cache_is_refused_by_the_path(tmp_path: Path) -> None:
@@ -51,14 +51,14 @@ def test_a_second_cache_is_refused_by_the_path(tmp_path: Path) -> None:
 
 def test_a_folder_is_without_writers_once_their_locks_have_gone(tmp_path: Path) -> None:
     one, other = WriterLock(), WriterLock()
-    one.take(tmp_path)
-    other.take(tmp_path)
+    one.hold(tmp_path)
+    other.hold(tmp_path)
     one.release()
     with pytest.raises(BlockingIOError), without_writers(tmp_path):
         pass
     del other
     gc.collect()
     with without_writers(tmp_path), opened(tmp_path) as handle:
-        assert not take_lock(handle, shared=True)
+        assert not try_lock(handle, shared=True)
     with opened(tmp_path) as handle:
-        assert take_lock(handle)
+        assert try_lock(handle)

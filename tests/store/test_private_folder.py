@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attnmesh.errors import StoreError
-from attnmesh.store.private_folder import check_private, make_folders, make_private, take_folder
+from attnmesh.store.private_folder import check_private, lock_private_folder, make_folders, make_private
 
 pytestmark = pytest.mark.quick
 
@@ -61,10 +61,10 @@ def test_files_and_folders_of_others_are_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_folder_that_is_taken_is_another_caches(tmp_path: Path) -> None:
-    handle = take_folder("call", tmp_path / "keys")
+    handle = lock_private_folder("call", tmp_path / "keys")
     handles = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match="another cache writes"):
-        take_folder("call", tmp_path / "keys")
+        lock_private_folder("call", tmp_path / "keys")
     assert len(os.listdir("/proc/self/fd")) == handles, "a refusal leaves no handle open"
     os.close(handle)
-    os.close(take_folder("call", tmp_path / "keys"))
+    os.close(lock_private_folder("call", tmp_path / "keys"))

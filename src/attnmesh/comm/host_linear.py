@@ -81,8 +81,8 @@ class LayerBoards:
         """How often the ranks have dropped messages of calls that differ."""
         return 0 if self.mailboxes is None else self.mailboxes.drops
 
-    def take_numbers(self, count: int) -> int:
-        """Take `count` consecutive numbers that no other layer has, and return the first."""
+    def reserve_numbers(self, count: int) -> int:
+        """Reserve `count` consecutive numbers that no other layer has, and return the first."""
         self.taken += count
         return self.taken - count
 

@@ -40,22 +40,23 @@ class Channel(NamedTuple):
     axis: Axis
     device: torch.device
     one_at_a_time: bool = False
-    """True if each exchange ends before another begins along the axis.
+    """True if each exchange to three or more ranks ends before another begins along the axis.
 
-    Long messages to three or more ranks may then be sent one after the other as the exchange ends: to the next rank, to
-    the one after it, and so on. Each link carries one message each way at a time.
+    Its long messages may then be sent one after the other as the exchange ends: to the next rank, to the one after it,
+    and so on. Each link carries one message each way at a time. Messages to fewer ranks are sent at once, and these
+    exchanges may overlap, as those of a ring do.
     """
 
     def begin_gather(self, tensors: Tensors, step: GatherStep) -> Callable[[], Tensors]:
         """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
         if not step.send and not step.receive:
             agreed_transport(self.axis, self.device)  # collective at its first call: also on ranks that send nothing
-            kept = take_tokens(tensors, step.keep)
+            kept = select_tokens(tensors, step.keep)
             return lambda: kept
         parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
         for _, tokens in step.send:
             if id(tokens) not in parts:
-                parts[id(tokens)] = take_tokens(tensors, tokens)
+                parts[id(tokens)] = select_tokens(tensors, tokens)
         receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
         sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
         finish_messages = self.begin_messages(sends, receives, "gathering")
@@ -63,11 +64,11 @@ class Channel(NamedTuple):
 
         def finish() -> Tensors:
             arrived = finish_messages()
-            pieces = [take_tokens(source.pop(), step.keep)] if source else []
+            pieces = [select_tokens(source.pop(), step.keep)] if source else []
             for peer, _ in step.receive:
                 pieces.append(arrived[peer])
             gathered = pieces[0] if len(pieces) == 1 else tuple(map(_join, zip(*pieces, strict=True)))
-            return gathered if step.permutation is None else take_tokens(gathered, step.permutation, ascending=False)
+            return gathered if step.permutation is None else select_tokens(gathered, step.permutation, ascending=False)
 
         return finish
 
@@ -77,7 +78,7 @@ class Channel(NamedTuple):
         The result lists, for each rank that computed results for tokens of this rank, these tokens and results.
         """
         own = self.axis.index
-        shares = {peer: take_tokens(tensors, tokens) for peer, tokens in step.return_to}
+        shares = {peer: select_tokens(tensors, tokens) for peer, tokens in step.return_to}
         own_results = shares.pop(own, None)
         if own_results is not None and shares:  # a view would keep the results for all other ranks alive
             own_results = tuple(map(torch.clone, own_results))
@@ -177,11 +178,11 @@ def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis
 
 
 def is_run(tokens: Tensor) -> bool:
-    """Return whether ascending indices are consecutive, and at least one. `take_tokens` then returns views."""
+    """Return whether ascending indices are consecutive, and at least one. `select_tokens` then returns views."""
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 
-def take_tokens(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
+def select_tokens(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
     """Return the tokens at some indices. They are views if the indices are `ascending` and consecutive."""
     parts = []
     if ascending and is_run(tokens):

@@ -93,7 +93,7 @@ class RequestedMerge(NamedTuple):
         """
         like = torch.empty(0, device=device_type_of(self.axis.group), dtype=torch.float32) if like is None else like
         name = self.name if self.name in [*MERGES] else "auto"  # a list: what was passed may have no hash
-        output = self.output if self.output in OUTPUTS else "auto"
+        output = self.output if self.output in OUTPUTS else OUTPUTS[0]
         valid = RequestedMerge(self.axis, name, output, reproducible=self.reproducible)
         return valid.merge_checksums(like.new_full((2,), POISON))
 

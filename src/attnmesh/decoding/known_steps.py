@@ -1,8 +1,8 @@
 """Known steps: calls find their prepared step by their signature. A new one is checked, prepared and kept.
 
-A known step runs `find_step`, `run` and `compute`. They and what they run are the hot path: functions are inlined, and
-records unpacked. A call of a function takes about 0.05 us, seven attributes 0.1 us more than unpacking, and a step on a
-short cache about 15 us (by `timeit`). `tests/tools/test_walk.py` counts calls.
+A known step runs `find_step` and `PreparedStep.run`. They and what they run are the hot path: functions are inlined,
+and records unpacked. A call of a function takes about 0.05 us, seven attributes 0.1 us more than unpacking, and a step
+on a short cache about 15 us (by `timeit`). `tests/tools/test_walk.py` counts calls.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,10 @@ def find_step(
 ) -> tuple[Signature | None, PreparedStep | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    Call with `inputs` of one cache or more, on one mesh and one device, of equal `common_config`, and with
-    `StepOptions` as `options`. All else may be wrong, and the values of the options too. `prepared` is the memo of the
-    prepared steps of these caches. The signature is None for calls that are checked each time.
+    `inputs` have one cache or more, on one mesh and one device, of equal `common_config`. `options` are the fields of a
+    `StepOptions`. That much is checked. The tensors, the values of the options and `checked` are as a caller passed
+    them: a wrong one gives a signature that no prepared step has. `prepared` is the memo of the prepared steps of these
+    caches. The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_partial, _ = inputs
     first = caches[0]
@@ -60,7 +61,7 @@ def find_step(
         own_config = shards.own.config
         if own_config is not config:
             if cache is first and (count == 1 or config is None or own_config.common_config != config.common_config):
-                return signature, None  # the step is of caches of another kind
+                return signature, None  # the step is of caches of another configuration
             if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
         if step_fault(shards, queries, reproducible=spec.reproducible) is not None:

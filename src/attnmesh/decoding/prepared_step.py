@@ -1,7 +1,8 @@
 """Prepared steps: what was checked and chosen for steps of one signature, and how they run.
 
-A step attends this rank's keys, merges the partial with those of the other ranks, and returns the output. Steps differ
-in how ranks merge, and so in how they find out whether their calls are equal:
+A step has three parts: `attend` this rank's keys, `merge` the partial with those of the other ranks, and `finish` the
+output. `run` takes them in order, and `step_op.py` does in a graph. Steps differ in how ranks merge, and so in how they
+find out whether their calls are equal:
 
     LoneStep             there are no other ranks
     HostMergedStep       ranks of one host merge natively, and compare their calls by that merge
@@ -53,67 +54,65 @@ class PreparedStep:
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ.
 
-        Calls that differ and are not compared give NaN.
+        Calls that differ and are not compared give NaN. Call with `inputs` for which `find_step` has found this step,
+        or for which it was prepared after their checks.
         """
         raise NotImplementedError
+
+    def attend(self, inputs: StepInputs, views: Sequence[CacheView]) -> tuple[Partial, BlankMessage]:
+        """Return the partial over this rank's keys, and the message that has it, or `NO_MESSAGE`.
+
+        `inputs` have the heads of this rank. The CPU reads nothing of a device.
+        """
+        spec = self.spec
+        q, _, sinks, key_lengths, selected, other_partial, _ = inputs  # unpacked: hot path, see `known_steps.py`
+        blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
+        block = spec.block if spec.reproducible else None
+        if sinks is not None and (spec.reproducible or spec.token_axis.index > 0):
+            sinks = None  # the first rank adds them; `finish` does in a reproducible step, on any number of ranks
+        lengths = None if key_lengths is None else key_lengths.to(q.device)
+        into = blank.partial
+        query = DecodeQuery(q, spec.mask, spec.scaling, spec.capacity, sinks, block, into, lengths, other_partial)
+        attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
+        return attend(query, views, selected), blank
 
     def merge(
         self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
     ) -> tuple[Partial, Tensor | None]:
-        """Return the merge of all ranks' partials, and of their checksums if a transport merges."""
+        """Return the merge of all ranks' partials, and of their checksums if a transport merges.
+
+        `inputs` have all heads: ranks compare them.
+        """
         raise NotImplementedError
 
-    def compute(
-        self,
-        inputs: StepInputs,
-        views: Sequence[CacheView] | None = None,
-        read_checksum: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """Return the output. If the ranks' calls differ, and nothing raises, it is NaN.
-
-        Call with `inputs` for which `find_step` has found this step, or for which it was prepared after their checks.
-        `views` are given in a graph, which has no caches. The CPU reads nothing of a device, but for `read_checksum`,
-        which gets the merged checksum of a transport.
-        """
+    def finish(self, merged: Partial, inputs: StepInputs, views: Sequence[CacheView]) -> Tensor:
+        """Return the output of this rank's heads. `inputs` are those of `attend`."""
         spec = self.spec
-        if views is None:
-            views = []
-            for cache in inputs.caches:
-                views.append(cache.local_shards.own.view)
-        of_rank = inputs if spec.heads_axis.size == 1 else inputs.of_own_heads(spec)
-        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank  # as in `find_step`
-        blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
-        # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = sinks if spec.token_axis.index == 0 and not spec.reproducible else None
-        block = spec.block if spec.reproducible else None
-        lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(
-            q, spec.mask, spec.scaling, spec.capacity, added, block, blank.partial, lengths, other_partial
-        )
-        attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
-        partial, checksum = self.merge(attend(query, views, selected), blank, inputs, views)
-        out = partial.out
+        q, _, sinks, key_lengths, _, _, _ = inputs
+        out = merged.out
         if spec.reproducible:
             if sinks is not None and spec.output == "heads":
                 sinks = sinks[spec.token_axis.slice_of(len(sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
-            out = with_sinks(partial, sinks).out + 0.0
+            out = with_sinks(merged, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
-        if lengths is not None:  # NaN for lengths that the cache does not have
-            wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
+        if key_lengths is not None and key_lengths.device == q.device:  # the checks have read others
+            # NaN for lengths that the cache does not have
+            wrong = (key_lengths < 0) | (key_lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if checksum is not None:
-            if spec.heads_axis.size > 1:
-                out, checksum = gather_heads(out, checksum, spec, inputs.q.shape[1])
-            if read_checksum is not None:
-                read_checksum(checksum)
         return out
 
 
 class LoneStep(PreparedStep):
     """A step of a rank without others: there is nothing to compare, and nothing to merge."""
 
-    run = PreparedStep.compute
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Return the output."""
+        views = []
+        for cache in inputs.caches:
+            views.append(cache.local_shards.own.view)
+        partial, _ = self.attend(inputs, views)
+        return self.finish(partial, inputs, views)
 
     def merge(
         self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
@@ -133,7 +132,12 @@ class HostMergedStep(PreparedStep):
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise."""
         try:
-            return self.compute(inputs)
+            views = []
+            for cache in inputs.caches:
+                views.append(cache.local_shards.own.view)
+            partial, blank = self.attend(inputs, views)
+            merged, _ = self.merge(partial, blank, inputs, views)
+            return self.finish(merged, inputs, views)
         except Exception as error:
             merge_agreement_for(inputs.caches, self.spec, self.checked).raise_through_merge(error)
 
@@ -171,7 +175,15 @@ class TransportMergedStep(PreparedStep):
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
         try:
-            return self.compute(inputs, read_checksum=partial_of(agreement.check_merged, description))
+            own_inputs = inputs.of_own_heads(spec)
+            views = []
+            for cache in inputs.caches:
+                views.append(cache.local_shards.own.view)
+            partial, blank = self.attend(own_inputs, views)
+            merged, checksum = self.merge(partial, blank, inputs, views)
+            out, checksum = gather_heads(self.finish(merged, own_inputs, views), checksum, spec, q.shape[1])
+            agreement.check_merged(description, checksum)
+            return out
         except Exception as error:
             agreement.raise_through_merge(error)
 

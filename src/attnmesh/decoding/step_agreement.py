@@ -72,7 +72,7 @@ def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
+    """Return the output with all heads, or NaN if the calls of ranks differ; and the checksum of all ranks."""
     axis = spec.heads_axis
     if axis.size == 1:
         return out, checksum

@@ -124,6 +124,8 @@ class StepInputs(NamedTuple):
 
     def of_own_heads(self, spec: StepSpec) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
+        if spec.heads_axis.size == 1:
+            return self
         heads = spec.heads_axis.slice_of(self.q.shape[1])
         own_sinks = None if self.sinks is None else self.sinks[heads]
         own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)

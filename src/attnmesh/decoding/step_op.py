@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.prepared_step import new_prepared_step
+from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
+from attnmesh.decoding.step_agreement import gather_heads
 from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.padding import Padding
@@ -34,10 +35,21 @@ def decode_op(
     view = view_of(cache, (spec := StepSpec.from_code(names, numbers)).value_dim)
     facts = (StepSpec.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, spec.index_block or 1)
-    inputs = StepInputs(q, (), sinks, key_lengths, selected, history=history)
-    out = new_prepared_step(q, view, spec, facts).compute(inputs, [view])
+    lengths = None if key_lengths is None else key_lengths.to(q.device)  # no check has read them in a graph
+    inputs = StepInputs(q, (), sinks, lengths, selected, history=history)
+    out = run_in_graph(new_prepared_step(q, view, spec, facts), inputs, view)
     length = view.device_counts[LENGTH]
     return torch.where(length <= spec.capacity, out, torch.nan)
+
+
+def run_in_graph(step: PreparedStep, inputs: StepInputs, view: CacheView) -> Tensor:
+    """Return the output of a step. It is NaN if the calls of ranks differ."""
+    spec, views = step.spec, [view]
+    own_inputs = inputs.of_own_heads(spec)
+    partial, blank = step.attend(own_inputs, views)
+    merged, checksum = step.merge(partial, blank, inputs, views)
+    out = step.finish(merged, own_inputs, views)
+    return out if checksum is None else gather_heads(out, checksum, spec, inputs.q.shape[1])[0]
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:

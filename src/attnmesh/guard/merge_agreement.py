@@ -40,17 +40,34 @@ class MergeAgreement:
     An error of one rank is raised on that rank. The others raise it where the table says "all raise", and get NaN where
     it says NaN.
 
-    *A question.* A call is new to rank A, and rank B knows it. B merges at once and waits for a message of A. If A
-    compared, it would wait for B, and neither would go on. So A sends the messages of its last merge again, with
-    `QUESTION` for a checksum. B's merge receives them, and its output is NaN. The merged checksum tells A that B did
-    not ask, so A's output is NaN too. If the call is new to B as well, B also asks. The checksum tells both that all
-    ranks asked, and they compare their calls.
+    *A question*, by `ask_all_ranks` on GPUs: a call is new to rank A, and A does not know if it is new to B.
+
+        rank A                                      rank B, which knows the call
+        to compare, A would wait for B              merges at once, and waits for a message of A
+        sends its last merge's messages again   ->  receives them in its merge
+        with `QUESTION` for a checksum
+        the checksum says that B did not ask    <-  sends its own message of the merge
+        returns NaN                                 returns NaN, as the checksums differ
+
+        rank A                                      rank B, to which the call is new too
+        sends a question                       <->  sends a question
+        the checksum says that all asked            the checksum says that all asked
+        compares, and raises or merges         <->  compares, and raises or merges
+
+    *Poison*, by `raise_through_merge`: rank A has an error before its merge, on a CPU, with `checked=None`:
+
+        rank A                                      rank B
+        a check fails                               merges, and waits for a message of A
+        sends an empty partial with `POISON`    ->  receives it in its merge
+                                                    the checksum says that calls differ
+        compares a text of its error           <->  compares its call
+        raises its error                            raises A's error
+
+    Where B reads no checksum, and where nothing is compared, B returns NaN instead. A repeats the messages of its last
+    merge in place of the poison where the checksum stays on the device.
 
     *A collective* hangs or crashes where messages have unequal sizes. Calls that merge by one are compared before, on
-    CPUs too.
-
-    *An error* of rank A before its merge, as in a check, is raised by `raise_through_merge`. Rank B is in its merge and
-    waits for A. By `poison`, or by a question, A takes part in B's merge without a call, so that B finds the error.
+    CPUs too. A call uses its agreement so:
 
         if agreement.compare_before_merge(description):
             try:

@@ -246,7 +246,7 @@ class SharedSteps:
 
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
-        start = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
+        start = self.boards.reserve_numbers(MAX_CALL_LAYERS * len(layers))
         for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer

@@ -107,7 +107,7 @@ class SelectedTile(NamedTuple):
         part: Tensor = x[self.sequence].unflatten(0, (kv_heads, -1))[self.heads, :, self.queries]
         return part.transpose(1, 2)
 
-    def take(self, x: Tensor, kv_heads: int) -> Tensor:
+    def copy_of(self, x: Tensor, kv_heads: int) -> Tensor:
         """Return the part in the dtype of sums, as a copy, (heads * queries, query heads of a key head, width)."""
         part = self.view(x, kv_heads)
         return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
@@ -144,7 +144,7 @@ def attend_selected(
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         keys = _numbers(tile.gather(k), q.dtype)
         values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
-        out, lse = attend_dense(tile.take(q, k.shape[1]), keys, values, tile.mask(), scaling)
+        out, lse = attend_dense(tile.copy_of(q, k.shape[1]), keys, values, tile.mask(), scaling)
         out.masked_fill_(lse == -torch.inf, 0.0)
         tile.merge_into_total(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
@@ -176,9 +176,9 @@ def backward_selected(
     kv_heads = k.shape[1]
     delta = (inputs.out.to(sum_dtype(q.dtype)) * inputs.dout).sum(-1, keepdim=True)
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
-        saved_parts = [tile.take(x, kv_heads) for x in (inputs.lse.unsqueeze(-1), inputs.dout, delta)]
+        saved_parts = [tile.copy_of(x, kv_heads) for x in (inputs.lse.unsqueeze(-1), inputs.dout, delta)]
         hidden = tile.mask()
-        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_parts, hidden, scaling)
+        part = backward_dense(tile.copy_of(q, kv_heads), tile.gather(k), tile.gather(v), saved_parts, hidden, scaling)
         nothing = hidden.all(-1, keepdim=True)  # a query that sees no key has gathered any one, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)

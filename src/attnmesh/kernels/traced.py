@@ -73,7 +73,12 @@ run_once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
 
 def are_plain(*tensors: Any, on_gpu: bool = False) -> bool:
     """Return True for dense tensors on the CPU, or a GPU, without gradients, outside traces, modes and autocast."""
-    if is_traced() or dispatch_mode_count() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+    # `is_traced`, inlined: hot path, see `decoding/known_steps.py`.
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
+        return False
+    if dispatch_mode_count() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return False
     graded = torch.is_grad_enabled()
     for x in tensors:

@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import Channel, Returned, is_run, take_tokens
+from attnmesh.comm.p2p import Channel, Returned, is_run, select_tokens
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.kernels.driver import attend_band, backward_band
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
@@ -293,7 +293,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 def _merge_returned(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into `total`, the partial of all of them."""
     for tokens, part in parts:
-        merged = take_tokens(total, tokens)
+        merged = select_tokens(total, tokens)
         merge_into(Partial(*merged), Partial(*part))
         if is_run(tokens):
             continue  # they were taken as views

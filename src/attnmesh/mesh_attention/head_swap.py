@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import Channel, meta_like, take_tokens
+from attnmesh.comm.p2p import Channel, meta_like, select_tokens
 from attnmesh.mesh.schedule import HeadGroup, HeadSlices, Schedule
 from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.tensors import Tensors
@@ -79,8 +79,8 @@ class HeadAllToAll:
         if self.channel.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = take_tokens(computed.key_tensors, k_tokens) if computed.key_tensors else ()
-                parts.append(take_tokens(computed.query_tensors, q_tokens) + keys)
+                keys = select_tokens(computed.key_tensors, k_tokens) if computed.key_tensors else ()
+                parts.append(select_tokens(computed.query_tensors, q_tokens) + keys)
             finish = self.channel.begin_all_to_all(parts, views)
             del computed, arrived, parts
             yield

@@ -71,9 +71,12 @@ class Task:
     def heads_of(self, group: HeadGroup, own_heads: HeadTensors) -> HeadTensors:
         """Return a group's heads, as views. `own_heads` are this rank's heads of all groups."""
         index = self.spec.mesh.heads.index
-        first, heads = self.groups[0][index], group[index]
-        within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return own_heads.some_heads(HeadSlices(*within))
+        slices, slices_of_first_group = group[index], self.groups[0][index]  # they count the heads of all ranks
+        among_own_heads = (
+            slice(heads.start - first.start, heads.stop - first.start)
+            for heads, first in zip(slices, slices_of_first_group, strict=True)
+        )
+        return own_heads.some_heads(HeadSlices(*among_own_heads))
 
     def with_visible_keys(self, key_lengths: Tensor | None, indices: Tensor | None) -> "Task":
         """Return the task with the real keys of each step; with `indices`, with the selected ones of these."""
@@ -139,7 +142,9 @@ def _new_task(
     for gather, onward, band in gathers:
         request = KernelRequest.of(q, k, v, spec.scaling, (own_schedule.query_step.positions, gather.positions))
         steps.append(TaskStep(gather, onward, band, choose(request, spec.kernel)))
-    # In a ring several exchanges along an axis may be under way at once, each to one rank: none waits for its turn.
+    # With one group of heads each exchange ends before another begins along its axis. With several groups those of the
+    # next group begin earlier. The exception is a ring of one group: its exchanges overlap, but each goes to one rank,
+    # and `one_at_a_time` says nothing of exchanges to fewer than three.
     head_channel, kv_channel, query_channel = (
         Channel(axis, device, one_at_a_time=group_count == 1) for axis in mesh.axes
     )

@@ -165,7 +165,7 @@ class AnswerParts:
     def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Reader[None]:
         if not is_thinking:
             yield from self.text.space()
-            yield from self.text.take(marks.begin)
+            yield from self.text.expect(marks.begin)
         yield from read_text(self.text, True, marks.end)
 
     def _parts(self) -> Iterator[AnswerPart]:

@@ -41,16 +41,16 @@ class Bodies:
         self.held = 0
 
     @asynccontextmanager
-    async def read(self, http: HttpRequest, tokens: int, take: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:
-        """Yield what `take` makes of a body's value, and the number of the body's bytes.
+    async def read(self, http: HttpRequest, tokens: int, convert: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:
+        """Yield what `convert` makes of a body's value, and the number of the body's bytes.
 
         The bytes count as held until the block ends. The body may have `tokens` values for the tokens of a prompt, and
-        `VALUES` others. `take` runs in a thread.
+        `VALUES` others. `convert` runs in a thread.
         """
         await self._check(http)
         body = Body()
         try:
-            read = await self._value(http, body, lambda text: take(JsonReader(text, VALUES + tokens).read()))
+            read = await self._value(http, body, lambda text: convert(JsonReader(text, VALUES + tokens).read()))
             yield read, body.nbytes
         finally:
             self.held -= body.nbytes
@@ -64,11 +64,11 @@ class Bodies:
         if not length.isascii() or not length.isdecimal() or int(length[:20]) > self.max_body:
             await self._refuse_size(http.stream())
 
-    async def _value(self, http: HttpRequest, body: Body, take: Callable[[str], T]) -> T:
+    async def _value(self, http: HttpRequest, body: Body, convert: Callable[[str], T]) -> T:
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 await self._receive(http, body)
-                return await asyncio.to_thread(lambda: take("".join(body.parts)))
+                return await asyncio.to_thread(lambda: convert("".join(body.parts)))
         except TimeoutError:
             raise Refused(408, f"body: expected in {BODY_TIMEOUT:.0f} s") from None
         except ClientDisconnect:

@@ -65,12 +65,12 @@ class RankConnection:
         """Send a message after those before it."""
         self._outgoing.put_nowait(message)
 
-    async def receive(self, take: Callable[[ToFront], None]) -> None:
-        """Take messages until the connection ends, and write those that are sent."""
+    async def receive(self, handle: Callable[[ToFront], None]) -> None:
+        """Call `handle` with each message until the connection ends, and write those that are sent."""
         writing = asyncio.create_task(self._write())
         try:
             while True:
-                take(await read_message(self._reader))
+                handle(await read_message(self._reader))
         except (EOFError, OSError):
             pass
         finally:

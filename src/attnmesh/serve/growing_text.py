@@ -82,7 +82,7 @@ class GrowingText:
         self.at += len(mark) if follows else 0
         return follows
 
-    def take(self, *marks: str) -> Reader[str]:
+    def expect(self, *marks: str) -> Reader[str]:
         """Pass one of several marks and return it, or raise."""
         for mark in marks:
             if (yield from self.has(mark)):
@@ -175,20 +175,20 @@ class GrowingText:
     def members(self, names: frozenset[str]) -> Reader[dict[str, str]]:
         """Pass an object of JSON that has no other names, and return the text of each value."""
         members: dict[str, str] = {}
-        yield from self.take("{")
+        yield from self.expect("{")
         while True:
             yield from self.space()
-            yield from self.take('"')
+            yield from self.expect('"')
             name = yield from self.word()
             if name in members or name not in names:
                 raise NoMatch
-            yield from self.take('"')
+            yield from self.expect('"')
             yield from self.space()
-            yield from self.take(":")
+            yield from self.expect(":")
             yield from self.space()
             members[name] = yield from self.json_text()
             yield from self.space()
-            if (yield from self.take(",", "}")) == "}":
+            if (yield from self.expect(",", "}")) == "}":
                 return members
 
 

@@ -55,7 +55,7 @@ class JsonReader:
             self.at = end
         return self.text[self.at : self.at + 1]
 
-    def _take(self, signs: str) -> str:
+    def _expect(self, signs: str) -> str:
         """Pass one of some characters and return it, or raise."""
         sign = self._peek()
         if not sign or sign not in signs:
@@ -93,9 +93,9 @@ class JsonReader:
             name = self._string()
             if name in members:
                 raise Refused(400, f"body: expected JSON, given two fields {json.dumps(name[:60])}")
-            self._take(":")
+            self._expect(":")
             members[name] = self._value(depth)
-            if self._take(",}") == "}":
+            if self._expect(",}") == "}":
                 return members
 
     def _list(self, depth: int) -> list[Any]:
@@ -111,7 +111,7 @@ class JsonReader:
                 self._count(len(more))
                 items += more
             items.append(self._value(depth))
-            if self._take(",]") == "]":
+            if self._expect(",]") == "]":
                 return items
 
     def _plain(self) -> Any:

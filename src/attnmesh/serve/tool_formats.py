@@ -67,12 +67,12 @@ def call_object(text: GrowingText) -> Reader[ToolCall]:
 
 def call_list(text: GrowingText) -> Reader[None]:
     """Read a list of objects that are calls."""
-    yield from text.take("[")
+    yield from text.expect("[")
     while True:
         yield from text.space()
         yield (yield from call_object(text))
         yield from text.space()
-        if (yield from text.take(",", "]")) == "]":
+        if (yield from text.expect(",", "]")) == "]":
             return
 
 
@@ -123,7 +123,7 @@ def write_arguments(arguments: Mapping[str, Any]) -> str:
 
 def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> Reader[None]:
     """Read one object between marks."""
-    yield from text.take(begin)
+    yield from text.expect(begin)
     yield from text.space()
     call = yield from call_object(text)
     yield from text.close(end)
@@ -132,7 +132,7 @@ def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> Re
 
 def read_list_between(begin: str, end: str, text: GrowingText, _: Tools) -> Reader[None]:
     """Read a list of objects between marks."""
-    yield from text.take(begin)
+    yield from text.expect(begin)
     yield from text.space()
     yield from call_list(text)
     yield from text.close(end)
@@ -155,7 +155,7 @@ def read_llama(text: GrowingText, tools: Tools) -> Reader[None]:
 
 def read_mistral(text: GrowingText, _: Tools) -> Reader[None]:
     """Read a list of objects, or a name and its arguments."""
-    yield from text.take("[TOOL_CALLS]")
+    yield from text.expect("[TOOL_CALLS]")
     yield from text.space()
     if text.text[text.at : text.at + 1] in ("[", ""):
         yield from call_list(text)
@@ -177,12 +177,12 @@ BAR = "\uff5c"
 
 def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
     """Read names with their arguments, in a block of code after a type, or alone."""
-    yield from text.take(deepseek("calls▁begin"))
+    yield from text.expect(deepseek("calls▁begin"))
     while True:
         yield from text.space()
-        yield from text.take(deepseek("call▁begin"))
+        yield from text.expect(deepseek("call▁begin"))
         name = yield from text.word()
-        yield from text.take(deepseek("sep"))
+        yield from text.expect(deepseek("sep"))
         yield from text.space()
         start = text.at
         is_code = name == "function" and not (yield from text.has("{"))
@@ -190,13 +190,13 @@ def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
         if is_code:
             name = yield from text.word()
             yield from text.space()
-            yield from text.take("```json")
+            yield from text.expect("```json")
             yield from text.space()
         arguments = yield from text.json_text()
         read_object(arguments)
         yield from text.space()
         if is_code:
-            yield from text.take("```")
+            yield from text.expect("```")
         yield from text.close(deepseek("call▁end"))
         yield ToolCall(name, arguments)
         yield from text.space()
@@ -211,14 +211,14 @@ def deepseek(name: str) -> str:
 
 def read_kimi(text: GrowingText, _: Tools) -> Reader[None]:
     """Read ids, which hold the names, with their arguments."""
-    yield from text.take("<|tool_calls_section_begin|>")
+    yield from text.expect("<|tool_calls_section_begin|>")
     while True:
         yield from text.space()
-        yield from text.take("<|tool_call_begin|>")
+        yield from text.expect("<|tool_call_begin|>")
         yield from text.space()
         id = yield from text.word()
         yield from text.space()
-        yield from text.take("<|tool_call_argument_begin|>")
+        yield from text.expect("<|tool_call_argument_begin|>")
         yield from text.space()
         arguments = yield from text.json_text()
         read_object(arguments)
@@ -231,32 +231,32 @@ def read_kimi(text: GrowingText, _: Tools) -> Reader[None]:
 
 def read_glm(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a name, and pairs of keys and values."""
-    yield from text.take("<tool_call>")
+    yield from text.expect("<tool_call>")
     yield from text.space()
     name = yield from text.word()
     arguments = dict[str, Any]()
     while True:
         yield from text.space()
-        if (yield from text.take("<arg_key>", "</tool_call>")) == "</tool_call>":
+        if (yield from text.expect("<arg_key>", "</tool_call>")) == "</tool_call>":
             yield ToolCall(name, write_arguments(arguments))
             return
         key = (yield from text.until("</arg_key>")).strip()
         yield from text.space()
-        yield from text.take("<arg_value>")
+        yield from text.expect("<arg_value>")
         arguments[key] = typed_value(tools, name, key, (yield from text.until("</arg_value>")))
 
 
 def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a function's mark, and those of its parameters, whose values stand on lines of their own."""
-    yield from text.take("<tool_call>")
+    yield from text.expect("<tool_call>")
     yield from text.space()
-    yield from text.take("<function=")
+    yield from text.expect("<function=")
     name = yield from text.word()
     arguments = dict[str, Any]()
-    yield from text.take(">")
+    yield from text.expect(">")
     while True:
         yield from text.space()
-        if (yield from text.take("<parameter=", "</function>")) == "</function>":
+        if (yield from text.expect("<parameter=", "</function>")) == "</function>":
             break
         key = yield from text.until(">")
         value = yield from text.until("</parameter>")
@@ -268,16 +268,16 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
 def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Reader[None]:
     """Read marks with a name each, in a namespace, of calls and their parameters."""
     invoke, parameter = f'<{space}invoke name="', f'<{space}parameter name="'
-    yield from text.take(begin)
+    yield from text.expect(begin)
     yield from text.space()
-    yield from text.take(invoke)
+    yield from text.expect(invoke)
     while True:
         name = yield from text.word()
         arguments = dict[str, Any]()
-        yield from text.take('">')
+        yield from text.expect('">')
         while True:
             yield from text.space()
-            if (yield from text.take(parameter, f"</{space}invoke>")) != parameter:
+            if (yield from text.expect(parameter, f"</{space}invoke>")) != parameter:
                 break
             key = yield from text.until('"')
             kind = yield from text.until(">")
@@ -285,7 +285,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
             arguments[key] = value if 'string="true"' in kind else typed_value(tools, name, key, value)
         yield ToolCall(name, write_arguments(arguments))
         yield from text.space()
-        if (yield from text.take(invoke, end)) == end:
+        if (yield from text.expect(invoke, end)) == end:
             return
 
 
@@ -298,8 +298,8 @@ NAMED = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 
 def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     """Read a name, and an object whose names have no quotes and whose strings have marks for them."""
-    end, quote = QUOTES[(yield from text.take(*QUOTES))]
-    yield from text.take("call:")
+    end, quote = QUOTES[(yield from text.expect(*QUOTES))]
+    yield from text.expect("call:")
     name = yield from text.word()
     inside = (yield from text.until(end)).split(quote)
     parts = [json.dumps(part, ensure_ascii=False) if place % 2 else part for place, part in enumerate(inside)]
@@ -315,7 +315,7 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 def read_harmony(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a message within an answer: its header names a channel, and a recipient if it is a call."""
-    yield from text.take(*HARMONY)
+    yield from text.expect(*HARMONY)
     header = yield from text.until("<|message|>")
     to = re.search(r"to=([\w.:/-]+)", header)
     if to is None:
@@ -328,7 +328,7 @@ def read_harmony(text: GrowingText, tools: Tools) -> Reader[None]:
     read_object(arguments)
     yield from text.space()
     if text.at < len(text.text):
-        yield from text.take(*HARMONY_ENDS)
+        yield from text.expect(*HARMONY_ENDS)
     yield ToolCall(to[1].removeprefix("functions."), arguments)
 
 

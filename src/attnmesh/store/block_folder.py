@@ -22,7 +22,7 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import StoreError
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.locks import take_lock
+from attnmesh.store.locks import try_lock
 from attnmesh.store.manifest import checked_folder
 from attnmesh.store.private_folder import check_private, make_folders
 from attnmesh.store.tensor_file import (
@@ -68,7 +68,7 @@ class FolderLock:
         except OSError as error:
             given, fix = f"{folder} ({error.strerror})", "name another folder"
             raise StoreError(STORE_SUBJECT, "a folder that can be written to", given, fix) from None
-        if not take_lock(self.handle, patience, shared=shared):
+        if not try_lock(self.handle, patience, shared=shared):
             os.close(self.handle)
             given, fix = f"{folder}, which another server uses", "name another folder, or end that server"
             raise StoreError(STORE_SUBJECT, "a folder of one server", given, fix)

@@ -80,9 +80,9 @@ class BlockTiers:
         self.pinned: frozenset[StoredBlock] = frozenset()
         """Blocks that are being read."""
         self.gone_from_memory: list[StoredBlock] = []
-        """Blocks that have left memory since `take_gone` was called last."""
+        """Blocks that have left memory since `pop_gone` was called last."""
         self.gone_from_folder: list[StoredBlock] = []
-        """Blocks that have left the folder since `take_gone` was called last."""
+        """Blocks that have left the folder since `pop_gone` was called last."""
 
     def add(self, tier: Tier, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block to a tier."""
@@ -122,12 +122,20 @@ class BlockTiers:
         tier.remove(block)
         self._note_gone(tier, block)
 
+    def pin(self, blocks: Iterable[StoredBlock]) -> None:
+        """Keep blocks that are being read, and let those go that were pinned before."""
+        self.pinned = frozenset(blocks)
+
+    def forget_writing(self) -> None:
+        """Forget which blocks are on their way: none will arrive."""
+        self.writing.clear()
+
     def pop_written(self) -> tuple[StoredBlock, bool]:
         """Return the first block of those on their way, which has arrived, and whether it went to the folder."""
         block = next(iter(self.writing))
         return block, self.writing.pop(block) > 0
 
-    def take_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
+    def pop_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
         """Return what has left memory, and the folder, since the last call."""
         gone = self.gone_from_memory, self.gone_from_folder
         self.gone_from_memory, self.gone_from_folder = [], []

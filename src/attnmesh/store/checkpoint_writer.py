@@ -24,7 +24,7 @@ from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
-from attnmesh.store.locks import WriterLock, take_lock, without_writers
+from attnmesh.store.locks import WriterLock, try_lock, without_writers
 from attnmesh.store.manifest import (
     MANIFEST,
     MORE,
@@ -261,7 +261,7 @@ def _write(
     folder = path / manifest.folder_name
     with _store_errors(path):
         make_folders(folder)
-        lock.take(folder)
+        lock.hold(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)
         saves = [other for other in save_folders(path) if other != folder]
@@ -305,7 +305,7 @@ def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if not take_lock(handle, TIMEOUT):
+        if not try_lock(handle, TIMEOUT):
             given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
             raise StoreError("save", "one save at a time in a folder", given, fix)
         yield

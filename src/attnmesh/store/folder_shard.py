@@ -56,7 +56,7 @@ class FolderShard(OrderedShard):
     def __init__(
         self,
         files: LayerFiles,
-        take_memory: Callable[[int], bool],
+        reserve_memory: Callable[[int], bool],
         fail: Fail,
         config: CacheConfig,
         heads_axis: Axis,
@@ -64,7 +64,7 @@ class FolderShard(OrderedShard):
         index: int,
     ) -> None:
         self.files = files
-        self.take_memory = take_memory
+        self.reserve_memory = reserve_memory
         self.fail = fail
         self.opened_in: object = None
         """The folder, whose lock and journals live as long as its shards."""
@@ -121,7 +121,7 @@ class FolderShard(OrderedShard):
                 checked_filling(files.filling(piece_index), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
-    def take_over(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
+    def adopt_save(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
         with opening(self.files.folder):
             self._open_whole(whole_pieces)
@@ -151,7 +151,7 @@ class FolderShard(OrderedShard):
 
     def _keep(self, piece: MappedPiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
-        piece.file.kept = self.take_memory(sum(x.nbytes for x in piece.kv_tensors))
+        piece.file.kept = self.reserve_memory(sum(x.nbytes for x in piece.kv_tensors))
 
     def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""

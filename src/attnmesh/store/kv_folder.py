@@ -27,7 +27,7 @@ from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, pieces_of_save, read_piece
 from attnmesh.store.manifest import MANIFEST, Manifest, checked_folder, read_manifest, write_manifest
 from attnmesh.store.piece_files import piece_files
-from attnmesh.store.private_folder import check_private, make_private, take_folder
+from attnmesh.store.private_folder import check_private, lock_private_folder, make_private
 from attnmesh.store.token_ids import TokenIds, ids_in
 
 
@@ -47,7 +47,7 @@ class KVFolder:
             with Agreement(mesh, subject) as agreement:
                 self.path = checked_folder(subject, path)
                 if self.is_first:
-                    self._take()
+                    self._make_and_lock()
                 table = agreement.compare({"folder": str(path)}, payload=[randbits(62)])
             name = f"{table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
@@ -85,10 +85,10 @@ class KVFolder:
             self.close()
             raise
 
-    def _take(self) -> None:
+    def _make_and_lock(self) -> None:
         """Make the folder, and lock it against other writers."""
         with opening(self.path, self.subject):
-            self._lock = take_folder(self.subject, self.path)
+            self._lock = lock_private_folder(self.subject, self.path)
 
     def _read(self, name: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where the folder ends."""
@@ -141,7 +141,7 @@ class KVFolder:
 
         def open_shard(index: int) -> FolderShard:
             files = LayerFiles(self.save_path, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(files, self._take_memory, fail, config, self.mesh.heads, self.token_axis.size, index)
+            shard = FolderShard(files, self._reserve_memory, fail, config, self.mesh.heads, self.token_axis.size, index)
             shard.opened_in = self
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.configs):
@@ -149,7 +149,7 @@ class KVFolder:
             elif self.manifest.growing:
                 shard.resume()
             else:
-                self._take_over(shard, files)
+                self._adopt_save(shard, files)
             return shard
 
         return open_shard
@@ -164,12 +164,12 @@ class KVFolder:
             fix = "pass the sizes that it was made with, or another folder"
             raise StoreError(self.subject, expected, str(config), fix)
 
-    def _take_memory(self, size: int) -> bool:
-        """Return whether there is room in memory for a piece of this size, and take it."""
+    def _reserve_memory(self, size: int) -> bool:
+        """Reserve memory for a piece of this size. Return whether there was room."""
         self.spare_bytes -= size
         return self.spare_bytes >= 0
 
-    def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
+    def _adopt_save(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
         paths = {
             (piece.start, piece.stop): piece.path
@@ -187,7 +187,7 @@ class KVFolder:
             parts.append(tensors)
             token_indices.append(token_index)
         rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
-        shard.take_over(whole_pieces, rows, torch.cat(token_indices), self.manifest.length)
+        shard.adopt_save(whole_pieces, rows, torch.cat(token_indices), self.manifest.length)
 
     def settle(self, layer: int, shards: LocalShards) -> None:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""

@@ -15,7 +15,7 @@ POLL = 0.02
 """Seconds between two tries to take a lock: at most as much is lost once it is free."""
 
 
-def take_lock(handle: int, patience: float = 0.0, *, shared: bool = False) -> bool:
+def try_lock(handle: int, patience: float = 0.0, *, shared: bool = False) -> bool:
     """Lock a file or a folder until its handle is closed. Return False if others hold it for `patience` seconds.
 
     With `shared`, several processes hold it at once. On a file system without locks return True.
@@ -35,10 +35,10 @@ def take_lock(handle: int, patience: float = 0.0, *, shared: bool = False) -> bo
 
 def lock_for_cache(handle: int, path: Path) -> None:
     """Lock what a cache in a folder writes, until its handle is closed. Raise if another writer has it."""
-    if take_lock(handle):
+    if try_lock(handle):
         return
     gc.collect()  # a cache that nobody uses any more may still be in memory, with its locks
-    if not take_lock(handle):
+    if not try_lock(handle):
         given = f"{path}, which another cache writes"
         fix = "let go of it and of its errors, or end its process, or pass another folder"
         raise StoreError("KVCache folder", "one writer of a folder", given, fix)
@@ -50,7 +50,7 @@ class WriterLock:
     def __init__(self) -> None:
         self.release: Callable[[], object] = lambda: None
 
-    def take(self, folder: Path) -> None:
+    def hold(self, folder: Path) -> None:
         """Hold the folder, on a file system that has locks."""
         handle = os.open(folder, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, handle)

@@ -41,7 +41,7 @@ def make_private(subject: str, folder: Path) -> None:
     check_private(subject, folder)
 
 
-def take_folder(subject: str, folder: Path) -> int:
+def lock_private_folder(subject: str, folder: Path) -> int:
     """Make a folder of this user alone if it is missing. Return a handle that locks it against other caches."""
     make_private(subject, folder)
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -25,7 +25,7 @@ def memory_of(*tokens: int, limit: int = 100) -> CacheMemory:
     memory = CacheMemory(worker, limit, Guesser())
     for cache_id, count in enumerate(tokens):
         worker.hold(cache_id, range(count))
-        memory.kept_caches.keep(request([1]), snapshot=cache_id)
+        memory.kept_caches.keep(cache_id, "", is_snapshot=True)
     return memory
 
 
@@ -44,6 +44,17 @@ def test_promised_bytes_count_as_held_ones() -> None:
     assert memory.free(step) == 20
     assert memory.make_room(step, 20)
     assert memory.drops == []
+
+
+def test_bytes_are_promised_only_if_they_fit() -> None:
+    memory, step = memory_of(30), StepPlan()
+    assert not memory.reserve(step, 40, beside=31, spared=[0])
+    assert memory.reserve(step, 40, beside=30)
+    assert not memory.reserve_free(step, 31)
+    assert (step.promised, memory.drops) == (40, [])
+    assert memory.reserve_free(step, 30)
+    assert not memory.reserve(step, 31)  # though the kept cache went for it
+    assert (step.promised, memory.drops) == (70, [0])
 
 
 def test_the_cache_that_a_prompt_goes_on_from_stays() -> None:
@@ -65,9 +76,9 @@ def test_caches_of_guesses_go_last() -> None:
 
 def test_the_fullest_rank_counts() -> None:
     memory, step = memory_of(20), StepPlan()
-    memory.worker.scale = 2.0  # type: ignore[misc]
+    memory.worker.fullest_ratio = 2.0  # type: ignore[misc]
     assert memory.free(step) == 60
-    memory.nbytes = [20, 55]  # 15 more than its share
+    memory.note_bytes([20, 55])  # 15 more than its share
     assert memory.free(step) == 45
 
 
@@ -75,7 +86,7 @@ def test_only_so_many_caches_are_kept() -> None:
     memory = memory_of(1, 2, 3)
     memory.keep_at_most(1)
     assert [*memory.kept_caches.kept] == [2]
-    assert memory.take_drops() == [0, 1]
+    assert memory.pop_drops() == [0, 1]
     assert memory.drops == []
 
 

@@ -32,7 +32,7 @@ def kept_caches_of(tokens: Any) -> KeptCaches:
     worker: Any = RankWorker(model_of("llama"), None, {})
     worker.caches[KEPT] = SimpleNamespace(tokens=tokens, restorable_length=lambda length: length)
     kept_caches = KeptCaches(worker)
-    kept_caches.kept[KEPT] = ""
+    kept_caches.keep(KEPT, "")
     return kept_caches
 
 

@@ -53,8 +53,7 @@ class Queue:
 
     def keep(self, cache_id: int, ids: Any, *, snapshot: bool = False) -> None:
         self.worker.hold(cache_id, ids)
-        self.memory.kept_caches.kept[cache_id] = ""
-        self.memory.kept_caches.snapshots |= {cache_id} if snapshot else set()
+        self.memory.kept_caches.keep(cache_id, "", is_snapshot=snapshot)
 
 
 def chunks(operations: list[Operation]) -> list[int]:

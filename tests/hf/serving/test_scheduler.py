@@ -5,8 +5,18 @@ from typing import Any
 import pytest
 
 from attnmesh.errors import KernelError, ShapeError, TooLong
+from attnmesh.hf.serving.engine_store import NoStore
 from attnmesh.hf.serving.guesses import Guesser
-from attnmesh.hf.serving.operations import Crop, StepResults
+from attnmesh.hf.serving.operations import (
+    Crop,
+    Drop,
+    ForgetBlocks,
+    LoadBlocks,
+    OpenStored,
+    Operation,
+    SaveBlocks,
+    StepResults,
+)
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.scheduler import Scheduler
 from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
@@ -29,8 +39,8 @@ class Steps:
     def step(self) -> list[str]:
         """Run a step. Return the names of its operations."""
         step = self.scheduler.plan()
-        self.scheduler.take_reports([RankReport(self.worker.nbytes)])
-        self.scheduler.take(step, self.worker.run(step.operations))
+        self.scheduler.receive_reports([RankReport(self.worker.nbytes)])
+        self.scheduler.apply_results(step, self.worker.run(step.operations))
         return [operation.name for operation in step.operations]
 
     def run(self) -> list[list[str]]:
@@ -84,6 +94,42 @@ def test_guesses_that_are_not_drawn_are_taken_back() -> None:
     assert (counts["steps"], counts["drafted_tokens"], counts["accepted_tokens"]) == (3, 7, 5)
 
 
+class Stored(NoStore):
+    """A store with work before and after the operations of each step."""
+
+    def __init__(self) -> None:
+        self.drops: list[int] = []
+
+    def operations_before(self, drops: Any, seconds: Any) -> list[Operation]:
+        self.drops = [*drops]
+        return [ForgetBlocks([], []), SaveBlocks(0, []), LoadBlocks(0, 1, 0.0)]
+
+    def operations_after(self) -> list[Operation]:
+        return [OpenStored(99, [], 0, [], [])]
+
+
+def test_operations_have_the_order_that_each_of_them_needs() -> None:
+    steps = Steps(guesser=Guesses())
+    going, ending, _ = steps.ask(range(9), range(100, 109), [*range(200, 600), 1], new=20)
+    for _ in range(4):
+        steps.step()  # two rows, with guesses that were wrong, and a prompt of which one chunk is computed
+    (prompt,) = steps.scheduler.requests.prefilling
+    steps.worker.caches[prompt.cache_id].crops_anywhere = False
+    prompt.fork_points.add(prompt.computed_tokens)
+    store = steps.scheduler.store = Stored()
+    steps.ask(range(700, 709))
+    steps.scheduler._end(ending, "stop", keep=False)
+    steps.scheduler.requests.rows.remove(ending)
+    step = steps.scheduler.plan()
+    names = [operation.name for operation in step.operations]
+    assert names == ["crop", "forget", "save", "load", "drop", "rows", "fork", "fill", "open"]
+    assert store.drops == [ending.cache_id]
+    crop, drop = (step.operations[names.index(name)] for name in ("crop", "drop"))
+    assert isinstance(crop, Crop)
+    assert [cache_id for cache_id, _ in crop.rows] == [going.cache_id, ending.cache_id]  # though the step drops it
+    assert drop == Drop([ending.cache_id])
+
+
 def test_a_row_that_cannot_go_on_ends_alone() -> None:
     steps = Steps()
     asked = steps.ask(*([100 * n] * 20 for n in range(1, 5)), new=6)
@@ -126,7 +172,7 @@ def test_caches_that_cannot_take_tokens_back_end_the_engine() -> None:
     steps = Steps()
     results = StepResults(errors={Crop: KernelError("crop", "a", "b", "c")})
     with pytest.raises(KernelError):
-        steps.scheduler.take(steps.scheduler.plan(), results)
+        steps.scheduler.apply_results(steps.scheduler.plan(), results)
 
 
 @pytest.mark.parametrize("limit", [60, 45])

@@ -110,7 +110,7 @@ def test_the_rate_of_copies_follows_what_they_took(store: StoreScheduler) -> Non
     keep(store, 3, range(16))
     store.operations_before([], None)
     assert store.copied == 16 + 16 * 40
-    store.take(StepResults(seconds={SaveBlocks: 1.0}))
+    store.apply_results(StepResults(seconds={SaveBlocks: 1.0}))
     assert store.copy_rate == pytest.approx(0.7e9 + 0.3 * 656)
 
 
@@ -120,7 +120,7 @@ def test_written_blocks_count_once_each_rank_has_written_them(
     monkeypatch.setattr(store.folder, "size", lambda _: 700)
     keep(store, 3, range(40))
     store.operations_before([], None)
-    store.take_reports([RankReport(blocks_written=2), RankReport(blocks_written=1)])
+    store.receive_reports([RankReport(blocks_written=2), RankReport(blocks_written=1)])
     assert store.metrics()["store_blocks_written"] == 1
     assert store.metrics()["store_disk_bytes"] == 700
 
@@ -128,7 +128,7 @@ def test_written_blocks_count_once_each_rank_has_written_them(
 def test_a_folder_that_cannot_be_written_to_ends_the_storing(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
     with pytest.warns(UserWarning, match="no more prefixes are stored: rank 1 cannot write"):
-        store.take_reports([RankReport(), RankReport(write_error=28)])
+        store.receive_reports([RankReport(), RankReport(write_error=28)])
     keep(store, 4, range(40))
     assert saved(store.operations_before([], None)) == []
     assert store.metrics()["store_stopped"] == 1
@@ -146,9 +146,9 @@ def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreSchedule
     ]
     assert [store.holds_up(one) for one in (asked, request(range(60)), request(range(9, 60)))] == [True, True, False]
     assert [type(one) for one in store.operations_before([], None)] == [LoadBlocks]
-    assert store.take_reports([RankReport(blocks_read=2), RankReport(blocks_read=1)]) == []
+    assert store.receive_reports([RankReport(blocks_read=2), RankReport(blocks_read=1)]) == []
     assert store.origin_of(asked) is None
-    assert store.take_reports([RankReport(blocks_read=2)] * 2) == []
+    assert store.receive_reports([RankReport(blocks_read=2)] * 2) == []
     assert store.origin_of(asked) == Origin(7, 32, moves=True)
     assert store.operations_before([], None) == [CloseStored(7, 32)]
     assert not store.holds_up(asked)
@@ -169,7 +169,7 @@ def test_a_damaged_block_and_those_after_it_are_computed_again(store: StoreSched
     keep(store, 3, range(40))
     store.operations_before([], None)
     asked, _ = load(store, range(50))
-    store.take_reports([RankReport(blocks_read=1, is_damaged=True)])
+    store.receive_reports([RankReport(blocks_read=1, is_damaged=True)])
     assert store.origin_of(asked) == Origin(7, 16, moves=True)
     assert store.metrics()["store_blocks_damaged"] == 1
 
@@ -178,20 +178,20 @@ def test_a_cache_that_was_loaded_for_a_request_that_has_ended_is_dropped(store: 
     keep(store, 3, range(40))
     store.operations_before([], None)
     asked, _ = load(store, range(50))
-    store.take_reports([RankReport(blocks_read=2)])
+    store.receive_reports([RankReport(blocks_read=2)])
     asked.cancel()
-    assert store.take_reports([RankReport()]) == [7]
+    assert store.receive_reports([RankReport()]) == [7]
 
 
 def test_no_room_for_a_loaded_cache_lets_its_request_begin(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
     store.operations_before([], None)
     asked, _ = load(store, range(50))
-    store.take(StepResults(errors={OpenStored: KernelError("a", "b", "c", "d")}))
+    store.apply_results(StepResults(errors={OpenStored: KernelError("a", "b", "c", "d")}))
     assert not store.holds_up(asked)
     assert not store.begin_loading(asked, 0, count(), lambda: True)  # it is tried once
 
 
 def test_a_copy_that_failed_ends_the_engine(store: StoreScheduler) -> None:
     with pytest.raises(KernelError):
-        store.take(StepResults(errors={SaveBlocks: KernelError("a", "b", "c", "d")}))
+        store.apply_results(StepResults(errors={SaveBlocks: KernelError("a", "b", "c", "d")}))

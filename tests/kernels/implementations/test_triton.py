@@ -17,6 +17,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.decoding.step_arguments import StepInputs, StepSpec
+from attnmesh.decoding.step_op import run_in_graph
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
@@ -131,7 +132,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     held, where = cache.own_shard.view, (Axis(), Axis(), 16, 150, 8)
     spec = StepSpec(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given = new_prepared_step(q, held, spec, ()).compute(StepInputs(q, (), sinks), [held])
+        given = run_in_graph(new_prepared_step(q, held, spec, ()), StepInputs(q, (), sinks), held)
     assert torch.equal(given, expected)
 
 

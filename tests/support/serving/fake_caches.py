@@ -40,7 +40,7 @@ class FakeWorker:
     left_to_decode = 1
     is_recurrent = False
     recomputes_by_token = False
-    scale = 1.0
+    fullest_ratio = 1.0
     run = RankWorker.run
 
     def __init__(self, *, crops_anywhere: bool = True) -> None:

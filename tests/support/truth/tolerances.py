@@ -35,6 +35,12 @@ def worst(errors: Iterable[float]) -> float:
     return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape: 0 if all numbers are equal, and NaN if one is NaN."""
+    assert one.shape == other.shape, (one.shape, other.shape)
+    return worst([0.0, *(one.double() - other.double()).abs().flatten().tolist()])
+
+
 def assert_near(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
     """Raise unless numbers are as `torch.allclose` wants them, or equal: also on ranks the error has what differs."""
     torch.testing.assert_close(found, expected, rtol=1e-5 if tolerance else 0.0, atol=tolerance)

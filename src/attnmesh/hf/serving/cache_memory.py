@@ -1,6 +1,6 @@
 """The memory of an engine's caches: how much is free, and which kept caches go for others."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.footprint import Footprint, growth
@@ -13,7 +13,8 @@ from attnmesh.hf.serving.step_plan import StepPlan
 class CacheMemory:
     """The caches of an engine, which take at most `limit` bytes on each rank.
 
-    Bytes that a step promises to a cache count as taken before the cache allocates them.
+    Bytes that a step promises to a cache count as taken before the cache allocates them. These methods alone change
+    `drops`, `nbytes` and a step's `promised`.
     """
 
     def __init__(self, worker: RankWorker, limit: int, guesser: Guesser) -> None:
@@ -46,8 +47,20 @@ class CacheMemory:
         """Return the bytes that are left on the fullest rank, once the step has dropped caches and grown others."""
         held_bytes = self.worker.count_bytes(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
-        scale = self.worker.scale
-        return int(self.limit - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - step.promised)
+        ratio = self.worker.fullest_ratio
+        return int(self.limit - ratio * held_bytes - max(0.0, most - ratio * self.nbytes[0]) - step.promised)
+
+    def reserve(self, step: StepPlan, more: int, *, beside: int = 0, spared: Collection[int] = ()) -> bool:
+        """Make room for `more` bytes and `beside` others, and promise `more` to a step. Return whether they fit."""
+        fits = self.make_room(step, more + beside, spared)
+        step.promised += more if fits else 0
+        return fits
+
+    def reserve_free(self, step: StepPlan, more: int) -> bool:
+        """Promise `more` bytes to a step, if they are free without an eviction. Return whether they are."""
+        fits = self.free(step) >= more
+        step.promised += more if fits else 0
+        return fits
 
     def make_room(self, step: StepPlan, more: int, spared: Collection[int] = ()) -> bool:
         """Drop kept caches, least recently used first, until `more` bytes are free. Return whether they are.
@@ -72,10 +85,18 @@ class CacheMemory:
     def evict(self, cache_id: int) -> None:
         """Drop a kept cache with the next step."""
         self.kept_caches.stop_keeping(cache_id)
-        self.drops.append(cache_id)
+        self.drop(cache_id)
         self.evicted += 1
 
-    def take_drops(self) -> list[int]:
+    def drop(self, *cache_ids: int) -> None:
+        """Drop caches with the next step."""
+        self.drops += cache_ids
+
+    def note_bytes(self, nbytes: Sequence[int]) -> None:
+        """Note the bytes of caches by rank, as an exchange has reported them."""
+        self.nbytes = [*nbytes]
+
+    def pop_drops(self) -> list[int]:
         """Return the caches that this step drops, and forget them."""
         drops = self.drops
         self.kept_caches.forget_dropped(drops)

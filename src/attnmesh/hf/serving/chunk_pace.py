@@ -16,6 +16,9 @@ FIRST_CHUNK_BESIDE_ROWS = 64
 CHUNK_SECONDS = 10.0
 """Seconds of a chunk at most, and at most a quarter of the deadline. Requests join and are cancelled between chunks."""
 
+STORE_SHARE = 0.5
+"""Share of the spare seconds for copies of blocks. A chunk of a prompt gets the others."""
+
 EMA_WEIGHT = 0.3
 """Weight of the last time in a moving average: a larger one follows changes sooner, and errors too."""
 
@@ -44,18 +47,24 @@ class ChunkPace:
         """Seconds that may be added to a step of rows."""
         return self.row_seconds if self.max_gap is None else max(self.max_gap - self.row_seconds, 0.0)
 
+    @property
+    def store_seconds(self) -> float:
+        """Seconds of the spare ones for which blocks may be copied beside a step of rows."""
+        return STORE_SHARE * self.spare_seconds
+
     def tokens(self, rows: int, waiting: int, *, store_is_busy: bool) -> int:
         """Return the tokens of the next chunk, beside a step of `rows` rows.
 
         `waiting` counts the requests without a first token. Each of them adds two steps of rows to the chunk's time,
-        unless `max_gap` is given. A busy store gets half of the time that `max_gap` leaves.
+        unless `max_gap` is given. A busy store gets `STORE_SHARE` of the time that `max_gap` leaves.
         """
         longest = min(CHUNK_SECONDS, WORLD.deadline / 4 if WORLD.deadline else CHUNK_SECONDS)
         if not rows:
             return min(LONGEST_CHUNK, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST_CHUNK
         if not self.token_seconds or not self.row_seconds:
             return FIRST_CHUNK_BESIDE_ROWS
-        gap = 2 * self.row_seconds * waiting if self.max_gap is None else self.spare_seconds / (1 + store_is_busy)
+        chunk_share = 1 - STORE_SHARE if store_is_busy else 1
+        gap = 2 * self.row_seconds * waiting if self.max_gap is None else chunk_share * self.spare_seconds
         return max(1, min(LONGEST_CHUNK, int(min(gap, longest) / self.token_seconds)))
 
 

@@ -177,12 +177,10 @@ class DraftGuesser(Guesser):
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
-            guesses.accepted = FIRST_PROPOSED * self.usual_rate
-            guesses.proposed = FIRST_PROPOSED
+            guesses.assume_rate(self.usual_rate, FIRST_PROPOSED)
         if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
             row.idle = 0
-            guesses.accepted = FIRST_PROPOSED * FIRST_RATE
-            guesses.proposed = FIRST_PROPOSED
+            guesses.assume_rate(FIRST_RATE, FIRST_PROPOSED)
         return row
 
     def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
@@ -212,7 +210,7 @@ class DraftGuesser(Guesser):
         for cache_id, row in gone.items():
             del self.rows[cache_id]
             if row.read and not row.is_reading:
-                self.kept_caches.kept[cache_id] = row.request.salt
+                self.kept_caches.keep(cache_id, row.request.salt)
         unread = [cache_id for cache_id, row in gone.items() if row.is_reading]
         self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 
@@ -264,7 +262,7 @@ class DraftGuesser(Guesser):
             operations = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
         return [*operations, Fill(cache_id, size, row.read)]
 
-    def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
+    def _apply_chunk(self, row: DraftRow, results: StepResults) -> None:
         if results.error_of(Start, Fill) is not None:
             self._drop([row.request.cache_id], fails=True)
             return
@@ -298,7 +296,7 @@ class DraftGuesser(Guesser):
             results = self.run([*operations, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
-                self._take_chunk(self.rows[reading], results)
+                self._apply_chunk(self.rows[reading], results)
             if tokens:
                 try:
                     drawn = _draw_tokens(draws, tokens, results)

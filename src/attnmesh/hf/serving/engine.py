@@ -150,13 +150,19 @@ class Engine:
         self.scheduler = Scheduler(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
+        """Requests that `submit` has accepted and no step has taken in; None from `close`."""
         self.error: BaseException | None = None
+        """The error that ended `run`; None without one."""
         self.closing = False
+        """True once `close` was called, or `run` has ended."""
         self.exchanges = 0
         """Exchanges with all ranks so far. A server that sees their number grow knows that ranks go on."""
         self.step_seconds = 0.0
+        """Seconds of all operations of steps so far."""
         self.merge_seconds = 0.0
+        """Seconds of these that merges between ranks took."""
         self.pause_seconds = 0.0
+        """Seconds that a busy engine waits for a request before a step: 0, unless its last step had no operations."""
 
     def submit(
         self,
@@ -224,7 +230,7 @@ class Engine:
         request = EngineRequest(
             [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
         )
-        self._check(request)
+        self._check_request(request)
         if grammar is not None:
             if self.grammars is None:
                 fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
@@ -240,7 +246,8 @@ class Engine:
             request.end(self.error or "cancelled")
         return request
 
-    def _check(self, request: EngineRequest) -> None:
+    def _check_request(self, request: EngineRequest) -> None:
+        """Raise unless the model knows the tokens of a request, and its context and the memory hold all of them."""
         config = self.model.config.get_text_config(decoder=True)
         vocab_size = vocabulary_size(self.model)
         checked_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
@@ -328,6 +335,7 @@ class Engine:
         return self.inbox.qsize() + len(self.scheduler.requests.waiting)
 
     def _step(self) -> None:
+        """Plan and run a step, once there is a request or something else to do, or it is time for an exchange."""
         idle = WRITING_POLL_SECONDS if self.scheduler.store.is_writing else IDLE_POLL_SECONDS
         self._receive(self.pause_seconds if self.scheduler.busy else idle)
         step = self.scheduler.plan()
@@ -336,7 +344,7 @@ class Engine:
             results = self._run_on_all(step.operations, None if step.starting is None else step.starting.images)
         self.step_seconds += sum(results.seconds.values())
         self.merge_seconds += sum(traffic.merges)
-        self.scheduler.take(step, results)
+        self.scheduler.apply_results(step, results)
 
     def _receive(self, seconds: float) -> None:
         """Move new requests to the scheduler. Wait at most `seconds` for a first one."""
@@ -347,12 +355,12 @@ class Engine:
                 return
             seconds = 0.0
             if request is not None:  # None is from `close`, which wakes the engine
-                self.scheduler.requests.waiting.append(request)
+                self.scheduler.add(request)
 
     def _run_on_all(self, operations: list[Operation], images: dict[str, Any] | None = None) -> StepResults:
         """Run operations on all ranks, and give the ranks' reports to the scheduler. A prompt may begin with images."""
         operations, reports = self.step_exchange.exchange(operations, self.worker.step_report)
-        self.scheduler.take_reports(reports)
+        self.scheduler.receive_reports(reports)
         self.exchanges += 1
         return StepResults() if operations == END else self._run(operations, images)
 
@@ -368,7 +376,7 @@ class Engine:
 
 
 def _check_options(max_gap: object, store: object, folder: object) -> None:
-    """Raise unless options are possible. `folder=` is none: a folder holds one cache, and each request has a cache."""
+    """Raise unless options are possible. `folder=` is not: a folder holds one cache, and each request has its own."""
     if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
         fix = "pass seconds, or leave it out"
         raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)

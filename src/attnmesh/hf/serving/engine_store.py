@@ -49,12 +49,12 @@ class NoStore:
         """Return no operations."""
         return []
 
-    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
+    def receive_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Return no caches."""
         return []
 
-    def take(self, results: StepResults) -> None:
-        """Take nothing."""
+    def apply_results(self, results: StepResults) -> None:
+        """Apply nothing."""
 
     def metrics(self) -> dict[str, float]:
         """Return no figures."""

@@ -133,11 +133,11 @@ class GrammarState:
         self.is_off = False
         """True if the tokens so far may begin a thought, and cannot begin an answer by the grammar."""
         for token in replay:
-            self._take(token)
+            self._follow(token)
         self._next: Future[TokenMask] = tokens.pool.submit(self._mask)
 
     def advance(self, token: int) -> None:
-        """Take a token of the answer, and make the next mask in a thread."""
+        """Follow a token of the answer, and make the next mask in a thread."""
         self._next = self.tokens.pool.submit(self._step, token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
@@ -149,10 +149,10 @@ class GrammarState:
         return self._next.result()
 
     def _step(self, token: int) -> TokenMask:
-        self._take(token)
+        self._follow(token)
         return self._mask()
 
-    def _take(self, token: int) -> None:
+    def _follow(self, token: int) -> None:
         begin, end = self.grammar.thought_begin, self.grammar.thought_end
         if self.is_thinking:
             self.last = [*self.last, token][-len(end) :]

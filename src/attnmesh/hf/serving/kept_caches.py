@@ -33,11 +33,16 @@ class KeptCaches:
         self.ids: dict[int, tuple[Tensor | None, Tensor]] = {}
         """Tokens of each cache when it was last looked at, and their copy in CPU memory."""
 
-    def keep(self, request: EngineRequest, *, snapshot: int | None = None) -> None:
-        """Keep a request's cache, or the snapshot of id `snapshot`. Requests that go on from a snapshot fork it."""
-        self.kept[request.cache_id if snapshot is None else snapshot] = request.salt
-        if snapshot is not None:
-            self.snapshots.add(snapshot)
+    def keep(self, cache_id: int, salt: str, *, is_snapshot: bool = False) -> None:
+        """Keep a cache for requests of a salt. Those that go on from a snapshot fork it."""
+        self.kept[cache_id] = salt
+        if is_snapshot:
+            self.snapshots.add(cache_id)
+
+    def note_images(self, request: EngineRequest) -> None:
+        """Note the images of a request's cache, if it has some."""
+        if request.images_digest is not None:
+            self.images_digests[request.cache_id] = request.images_digest
 
     def stop_keeping(self, cache_id: int) -> None:
         """Keep a cache no longer."""

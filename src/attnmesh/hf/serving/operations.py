@@ -87,16 +87,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Start(Operation, name="start"):
-    """Begin a prompt with a new cache, or with one that is kept, or a fork of it.
-
-    The last `later` tokens are those of an answer: they are computed after the prompt, by the rule for answers.
-    """
+    """Begin a prompt with a new cache, or with one that is kept, or a fork of it."""
 
     cache_id: int
     ids: Sequence[int]
     source: int | None
+    """Id of the cache from which the prompt goes on; None for a new one."""
     moves: bool
+    """True if the prompt gets the source itself, which loses its id; False for a fork of the source."""
     later: int
+    """Last tokens that are those of an answer: they are computed after the prompt, by the rule for answers."""
     images: Any
     """Descriptions of inputs for images; the inputs by name, once `StepExchange.share_images` has sent them."""
 
@@ -149,8 +149,10 @@ class OpenStored(Operation, name="open"):
 
     cache_id: int
     layers: Sequence[list[int]]
+    """Codes of the layers' `CacheConfig`s."""
     tokens: int
     rope: Sequence[int]
+    """The `rope_regime` of the prompt."""
     blocks: Sequence[BlockToRead]
 
     @classmethod

@@ -38,7 +38,10 @@ class PromptQueue:
         self.chunk_turns = count()
 
     def plan(self, step: StepPlan, pace: ChunkPace) -> list[Operation]:
-        """Return the operations of a step on prompts: one prompt may begin, a cache be forked, a chunk be computed."""
+        """Return the operations of a step on prompts: one prompt may begin, a cache be forked, a chunk be computed.
+
+        A cache is forked before its next chunk is computed, else it would have passed the fork point.
+        """
         operations = self._start(step), self._snapshot(step), self._fill(step, pace)
         return [operation for operation in operations if operation is not None]
 
@@ -49,7 +52,7 @@ class PromptQueue:
             return None
         loaded = self.store.origin_of(request)
         if loaded is not None and loaded.source is not None and loaded.source != origin.source:
-            self.memory.drops.append(loaded.source)
+            self.memory.drop(loaded.source)
         self.store.note_begun(request)
         self.requests.waiting.remove(request)
         self.requests.prefilling.append(request)
@@ -64,9 +67,9 @@ class PromptQueue:
         self.kept_caches.note_use(origin)
         if origin.source is not None:
             step.spared.add(origin.source)
-        if request.images_digest is not None:
-            self.kept_caches.images_digests[request.cache_id] = request.images_digest
-        later = len(request.answer) if request.images or self.worker.recomputes_by_token else 0
+        self.kept_caches.note_images(request)
+        answer_is_apart = request.images or self.worker.recomputes_by_token
+        later = len(request.answer) if answer_is_apart else 0
         images = value_codes_of(request.images)
         return Start(request.cache_id, request.ids, origin.source, origin.moves, later, images)
 
@@ -78,7 +81,8 @@ class PromptQueue:
             return None, None
         ready = (request for request in islice(waiting, LOOKAHEAD) if not self.store.holds_up(request))
         request = next((candidate for candidate in ready if not self._let_wait(candidate)), None)
-        request = next((candidate for candidate in waiting if self.store.origin_of(candidate) is not None), request)
+        loaded = (candidate for candidate in waiting if self.store.origin_of(candidate) is not None)
+        request = next(loaded, request)  # a request whose cache is loaded goes first: the cache takes memory meanwhile
         if request is None or self._begin_loading(step, request):
             return None, None
         return request, self._choose_origin(step, request)
@@ -152,9 +156,8 @@ class PromptQueue:
         else:
             need = bytes_of(tokens, origin.tokens)
         rests = (bytes_of(len(other.ids)) - bytes_of(other.computed_tokens) for other in self.requests.prefilling)
-        fits = self.memory.make_room(step, need + sum(rests), [] if origin.source is None else [origin.source])
-        step.promised += need if fits else 0
-        return fits
+        spared = [] if origin.source is None else [origin.source]
+        return self.memory.reserve(step, need, beside=sum(rests), spared=spared)
 
     def _snapshot(self, step: StepPlan) -> Fork | None:
         """Return the operation that forks the cache of a prompt at a fork point; None if no prompt is at one."""
@@ -166,12 +169,11 @@ class PromptQueue:
                 continue
             request.fork_points.remove(fork_point)
             request.passed_fork_points.add(fork_point)
-            more = self.memory.bytes_of(request.computed_tokens)
-            goes_back = self.worker.caches[request.cache_id].crops_anywhere
-            if request.computed_tokens == fork_point and not goes_back and self.memory.free(step) >= more:
-                step.promised += more
+            if request.computed_tokens > fork_point or self.worker.caches[request.cache_id].crops_anywhere:
+                continue  # the cache has no state of the fork point any more, or needs none to go back to it
+            if self.memory.reserve_free(step, self.memory.bytes_of(request.computed_tokens)):
                 fork_id = next(self.new_cache_ids)
-                self.kept_caches.keep(request, snapshot=fork_id)
+                self.kept_caches.keep(fork_id, request.salt, is_snapshot=True)
                 step.forking = request, fork_id
                 step.spared.add(fork_id)
                 return Fork(request.cache_id, fork_id)
@@ -206,6 +208,4 @@ class PromptQueue:
         """
         more = 0 if self.memory.footprint is None else self.memory.footprint.chunk_bytes(tokens)
         more += 0 if request is step.starting else self.memory.growth(request, tokens)
-        fits = self.memory.make_room(step, more)
-        step.promised += more if fits else 0
-        return fits
+        return self.memory.reserve(step, more)

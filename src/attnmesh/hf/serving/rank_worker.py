@@ -59,7 +59,9 @@ class RankWorker:
         self.draft_worker: RankWorker | None = None
         """The caches of a draft model, if it guesses tokens."""
         self.prefills: dict[int, Iterator[int]] = {}
+        """Chunks of the prompts that are being computed, as `prefill_chunks` yields them, by cache."""
         self.prompts: dict[int, Tensor] = {}
+        """These prompts, with tokens of answers after them, by cache."""
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
         self.is_recurrent = is_recurrent(model.config)
@@ -67,16 +69,18 @@ class RankWorker:
         self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
-        """Tokens of the prompts that are being computed, without tokens of answers after them, by cache."""
-        self.size = 0
+        """Tokens of these prompts, without those of answers, by cache."""
+        self.chunk_size = 0
         """Tokens of the chunk that is being computed."""
-        self.stop = 0
+        self.chunk_stop = 0
         """Token before which the chunk ends."""
         self.nbytes = 0
-        self.steps = 0
+        """Bytes of the caches, as they were counted last."""
+        self.row_steps = 0
+        """Steps of rows so far."""
 
     @property
-    def scale(self) -> float:
+    def fullest_ratio(self) -> float:
         """Ratio of the cache bytes of the rank that holds most to those of rank 0: 1 with even shares."""
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
@@ -97,7 +101,7 @@ class RankWorker:
             kind = type(operation)
             start = perf_counter()
             try:
-                _run(self, operation, results)
+                _run_operation(self, operation, results)
             except InputError as error:
                 results.errors.setdefault(kind, error)
             results.seconds[kind] = results.seconds.get(kind, 0.0) + perf_counter() - start
@@ -146,14 +150,16 @@ class RankWorker:
         self.caches[start.cache_id] = cache
         ids = self.prompts[start.cache_id] = torch.tensor([start.ids], device=self.model.device)
         length = self.prompt_lengths[start.cache_id] = len(start.ids) - start.later
-        first = ids[:, :length]
+        without_answer = ids[:, :length]
         images = images_for_model(start.images, self.model)
-        agree_on_call(self.mesh, self.model, first, None, cache, {"chunk_size": None, **images})
-        prompt = begin_prompt(self.mesh, self.model, first, None, images)
+        agree_on_call(self.mesh, self.model, without_answer, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(self.mesh, self.model, without_answer, None, images)
         if cache.tokens is None and cache.get_seq_length():
             set_prompt_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.prefills[start.cache_id] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.prefills[start.cache_id] = prefill_chunks(
+            self.model, prompt, cache, lambda: self.chunk_size, lambda: self.chunk_stop
+        )
         self.nbytes = self.count_bytes()
         return shared
 
@@ -169,10 +175,10 @@ class RankWorker:
             return 0, None
         cache = self.caches[cache_id]
         ids = self.prompts[cache_id]
-        self.size = size
-        self.stop = stop
+        self.chunk_size = size
+        self.chunk_stop = stop
         logits = None
-        if next(self.prefills[cache_id], None) is None:
+        if next(self.prefills[cache_id], None) is None:  # only the last tokens of the prompt are left, and its answer
             length = cache.get_seq_length()
             rest = ids[:, length : length + self._tokens_at_once(size, self.prompt_lengths[cache_id] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
@@ -187,7 +193,11 @@ class RankWorker:
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
-        """Return how many tokens the next pass has, where `left` tokens of the prompt are left."""
+        """Return how many tokens the next pass has, where `left` tokens of the prompt are left.
+
+        If one token is computed by another rule than several, a pass of the prompt has two or more, and one of its
+        answer has one.
+        """
         if not self.is_causal or (self.recomputes_by_token and left <= 0):
             return 1
         return min(max(size, 2), left) if self.recomputes_by_token else max(size, 2)
@@ -201,8 +211,8 @@ class RankWorker:
         """Add tokens to caches. Return the logits of each row, (tokens, vocabulary). Bytes are counted if `grows`."""
         cache_ids, tokens = zip(*rows, strict=True)
         logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
-        self.steps += 1
-        if grows or self.steps % STEPS_BETWEEN_COUNTS == 0:
+        self.row_steps += 1
+        if grows or self.row_steps % STEPS_BETWEEN_COUNTS == 0:
             self.nbytes = self.count_bytes()
         parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
         return parts
@@ -223,7 +233,7 @@ class RankWorker:
         return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)
 
 
-def _run(worker: RankWorker, operation: Operation, results: StepResults) -> None:
+def _run_operation(worker: RankWorker, operation: Operation, results: StepResults) -> None:
     """Run one operation on a rank, and note the result."""
     match operation:
         case DecodeRows(rows, grows):
@@ -250,3 +260,5 @@ def _run(worker: RankWorker, operation: Operation, results: StepResults) -> None
             worker.opened_store.do_save(cache_id, blocks)
         case ForgetBlocks(in_memory, on_disk):
             worker.opened_store.do_forget(in_memory, on_disk)
+        case _:
+            raise NotImplementedError(operation.name)

@@ -29,6 +29,11 @@ class RowGuesses:
         """Share of the guesses that are accepted."""
         return self.accepted / self.proposed
 
+    def assume_rate(self, rate: float, proposed: float) -> None:
+        """Count `proposed` guesses of which the share `rate` was accepted, and none before."""
+        self.accepted = proposed * rate
+        self.proposed = proposed
+
     def compare(self, answer: Sequence[int]) -> None:
         """Count how many guesses the new tokens of the answer confirm, also of guesses that no step has checked."""
         pairs = [*zip(self.tokens, answer[self.answered :], strict=False)]
@@ -44,6 +49,16 @@ class RowGuesses:
         """Note that the checked guesses are in the cache."""
         self.pending = self.checked
         self.checked = []
+
+    def give_up(self) -> None:
+        """Let the next step check no guess."""
+        self.checked = []
+
+    def pop_rejected(self) -> int:
+        """Return how many guesses of the last step no draw has accepted, and forget them."""
+        rejected = len(self.pending)
+        self.pending = []
+        return rejected
 
     def accept(self, token: int) -> bool:
         """Accept the next guess if it is the drawn token. Return whether it is.

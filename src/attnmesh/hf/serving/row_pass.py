@@ -78,13 +78,14 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
         length = cache.get_seq_length()
         new = len(rows[row])
         together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
-        groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
-    for cache in caches:
+        pass_number = -1 if together else row  # a row that is not run with others has a pass of its own
+        groups[pass_number, rope_regime(cache.config, length + new)].append(row)
+    for cache in caches:  # by this the next call finds the tokens of a call that has raised
         cache.history.rollback_length = cache.get_seq_length()
     logits = dict[int, Tensor]()
     for members in groups.values():
         own = [rows[row] for row in members]
-        own_logits = _step(model, own, [caches[row] for row in members])
+        own_logits = _run_pass(model, own, [caches[row] for row in members])
         logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
     for cache in caches:  # after all groups: if one fails, no row keeps its tokens
         cache.history.rollback_length = None
@@ -95,7 +96,7 @@ def _tokens_of(row: NextTokens) -> list[int]:
     return [row] if isinstance(row, int) else [*row]
 
 
-def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
+def _run_pass(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
     """Run the model over the new tokens of each cache. Return the logits after each, (tokens, vocabulary)."""
     counts = [*map(len, tokens)]
     lengths = [cache.get_seq_length() for cache in caches]

@@ -1,4 +1,4 @@
-"""The scheduler of an engine: it plans steps, and takes their results."""
+"""The scheduler of an engine: it plans steps, and applies their results."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from attnmesh.hf.serving.engine_store import begin_store
 from attnmesh.hf.serving.footprint import never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import Guesser, StepTimes
-from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
+from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.rank_report import RankReport
@@ -30,9 +30,12 @@ LEAST_MASK_WAIT = 0.001
 IDLE_MASK_WAIT = 0.01
 """Seconds of a wait for masks while no row can decode and no prompt is computed or waits."""
 
+KEPT_PER_ROW = 2
+"""Kept caches for each row that may decode, at most: each prompt is compared with the tokens of all of them."""
+
 
 class Scheduler:
-    """Plans steps of an engine on rank 0, and takes their results. Caches take at most `memory` bytes on each rank."""
+    """Plans steps of an engine on rank 0, and applies results. Caches take at most `memory` bytes on each rank."""
 
     def __init__(
         self,
@@ -73,50 +76,64 @@ class Scheduler:
         nbytes = [*map(float, self.memory.nbytes)]
         return {**self.counts, "evicted": self.memory.evicted, **sizes, "cache_bytes": nbytes}
 
+    def add(self, request: EngineRequest) -> None:
+        """Add a request to those that wait."""
+        self.requests.waiting.append(request)
+
     def plan(self) -> StepPlan:
-        """Return the next step."""
+        """Return the next step.
+
+        Requests end first, and rows draw from logits that they hold. Then rows are promised memory, and prompts what
+        rows leave. All of these may drop caches, so operations are listed at last. Ranks run them in this order:
+
+            crop                 before a state is saved, else wrong guesses are in it, and before its cache is dropped
+            forget, save         before a cache is dropped, else its blocks are lost
+            close, load          before a prompt begins with a loaded cache, else the cache is not cut to its tokens
+            drop                 before a cache grows, else both take memory at once
+            rows                 before prompts: if memory ends, one prompt ends, and no row is computed again
+            start, fork, fill    of prompts, as `PromptQueue.plan` has them
+            open                 after all: if there is no memory for the cache, its prompt begins without it
+        """
         step = StepPlan()
         requests = self.requests
         self._end_cancelled()
         self._draw_held()
-        self.memory.keep_at_most(2 * self.max_rows)
+        self.memory.keep_at_most(KEPT_PER_ROW * self.max_rows)
         self._guess(step)
         grows = self._fit_rows(step)
         prompts = self.prompts.plan(step, self.pace)
         if requests.prefilling and not requests.rows and not prompts:  # no prompt can go on beside the others
             self._preempt(self.memory.bytes_of(len(requests.prefilling[-1].ids)))
-        if self.rejected:
-            step.operations.append(Crop([*self.rejected.items()]))
-            self.rejected = {}
-        seconds = self.pace.spare_seconds / 2 if requests.rows else None
-        step.operations += self.store.operations_before(self.memory.drops, seconds)
-        if self.memory.drops:
-            step.operations.append(Drop(self.memory.take_drops()))
         step.rows = self._decoding_rows()
-        if step.rows:
-            rows = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
-            step.operations.append(DecodeRows(rows, grows))
-        step.operations += [*prompts, *self.store.operations_after()]
+        store_seconds = self.pace.store_seconds if requests.rows else None
+        step.operations = [
+            *self._crop_rejected(),
+            *self.store.operations_before(self.memory.drops, store_seconds),
+            *self._drop(),
+            *self._decode(step.rows, grows),
+            *prompts,
+            *self.store.operations_after(),
+        ]
         return step
 
-    def take_reports(self, reports: Sequence[RankReport]) -> None:
-        """Take the reports of all ranks on the last step: bytes of caches, and the state of the store."""
-        self.memory.nbytes = [report.nbytes for report in reports]
-        self.memory.drops += self.store.take_reports(reports)
+    def receive_reports(self, reports: Sequence[RankReport]) -> None:
+        """Note what all ranks report of the last step: the bytes of their caches, and the state of the store."""
+        self.memory.note_bytes([report.nbytes for report in reports])
+        self.memory.drop(*self.store.receive_reports(reports))
 
-    def take(self, step: StepPlan, results: StepResults) -> None:
-        """Take the results of a step: new tokens, and prompts that are done."""
+    def apply_results(self, step: StepPlan, results: StepResults) -> None:
+        """Apply the results of a step: new tokens, and prompts that are done."""
         if (error := results.error_of(Crop)) is not None:
             raise error  # caches are not as rank 0 knows them
         if step.rows:
-            self._take_rows(step.rows, results)
+            self._apply_rows(step.rows, results)
         if step.starting is not None:
-            self._take_start(step.starting, results)
+            self._apply_start(step.starting, results)
         if step.computing is not None and step.computing in self.requests.prefilling:
-            self._take_chunk(step.computing, results)
+            self._apply_chunk(step.computing, results)
         if step.forking is not None:
             self.store.keep(*step.forking)
-        self.store.take(results)
+        self.store.apply_results(results)
 
     def end_all(self, reason: str | BaseException) -> None:
         """End all requests."""
@@ -125,9 +142,24 @@ class Scheduler:
         for requests in (self.requests.rows, self.requests.prefilling, self.requests.waiting):
             requests.clear()
 
+    # --- operations ---
+
+    def _crop_rejected(self) -> list[Operation]:
+        rejected = self.rejected
+        self.rejected = {}
+        return [Crop([*rejected.items()])] if rejected else []
+
+    def _drop(self) -> list[Operation]:
+        return [Drop(self.memory.pop_drops())] if self.memory.drops else []
+
+    def _decode(self, rows: list[EngineRequest], grows: bool) -> list[Operation]:
+        new_tokens = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in rows]
+        return [DecodeRows(new_tokens, grows)] if rows else []
+
     # --- results ---
 
-    def _take_rows(self, rows: list[EngineRequest], results: StepResults) -> None:
+    def _apply_rows(self, rows: list[EngineRequest], results: StepResults) -> None:
+        """Draw the next tokens of rows, or find the row whose step failed. The time of either counts as a step's."""
         seconds = results.seconds[DecodeRows]
         self.counts["steps"] += 1
         self.pace.add_rows(seconds)
@@ -137,12 +169,17 @@ class Scheduler:
         if (error := results.error_of(DecodeRows)) is not None:
             self._end_failed_row(rows, error)
         else:
-            self._take_logits(dict(zip(rows, results.rows, strict=True)))
+            self._draw_rows(dict(zip(rows, results.rows, strict=True)))
         accepted = self.counts["accepted_tokens"] - before
         seconds += results.seconds.get(Crop, 0.0)
         self.step_times.add(len(rows), guesses, seconds, accepted, self.guess_seconds)
 
-    def _take_logits(self, logits: dict[EngineRequest, Tensor]) -> None:
+    def _draw_rows(self, logits: dict[EngineRequest, Tensor]) -> None:
+        """Draw the next tokens of each row, of which none is suspected any more, as the step was good.
+
+        All rows together wait `MASK_SHARE` of a step for masks of grammars. A row whose mask comes later holds its
+        logits, and `_draw_held` draws its tokens.
+        """
         until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.pace.row_seconds)
         for request, scores in logits.items():
             request.suspected = False
@@ -177,7 +214,11 @@ class Scheduler:
             else:
                 self._put_back(request)
 
-    def _take_start(self, request: EngineRequest, results: StepResults) -> None:
+    def _apply_start(self, request: EngineRequest, results: StepResults) -> None:
+        """Note how many tokens the cache of a new prompt has, or end the request if its prompt could not begin.
+
+        After a replay the cache may also have tokens of the answer. The request reports those of the prompt alone.
+        """
         if (error := results.error_of(Start)) is not None:
             self.requests.prefilling.remove(request)
             self._end(request, error, keep=False)
@@ -187,7 +228,11 @@ class Scheduler:
         self.counts["cached_tokens"] += shared
         request.cached_tokens = min(shared, len(request.prompt))
 
-    def _take_chunk(self, request: EngineRequest, results: StepResults) -> None:
+    def _apply_chunk(self, request: EngineRequest, results: StepResults) -> None:
+        """Count the tokens of a chunk, or end the request if the chunk failed.
+
+        Logits come with the last chunk alone: the request then becomes a row, unless its first token ends the answer.
+        """
         if (error := results.error_of(Fill)) is not None:
             self.requests.prefilling.remove(request)
             self._end(request, error, keep=False)
@@ -231,9 +276,8 @@ class Scheduler:
 
     def _reject(self, request: EngineRequest) -> None:
         """Let the next step take guesses that were not accepted from the end of the cache."""
-        if request.guesses.pending:
-            self.rejected[request.cache_id] = len(request.guesses.pending)
-            request.guesses.pending = []
+        if rejected := request.guesses.pop_rejected():
+            self.rejected[request.cache_id] = rejected
 
     # --- ends ---
 
@@ -244,10 +288,10 @@ class Scheduler:
             return
         self._reject(request)
         if keep:
-            self.memory.kept_caches.keep(request)
+            self.memory.kept_caches.keep(request.cache_id, request.salt)
             self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
         else:
-            self.memory.drops.append(request.cache_id)
+            self.memory.drop(request.cache_id)
 
     def _end_cancelled(self) -> None:
         for requests, keep in (
@@ -264,7 +308,7 @@ class Scheduler:
         self._reject(request)
         if not (self.worker.recomputes_by_token and request.answer):
             self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
-        self.memory.drops.append(request.cache_id)
+        self.memory.drop(request.cache_id)
         request.cache_id = -1
         request.computed_tokens = 0
         request.held_logits = None
@@ -296,14 +340,14 @@ class Scheduler:
             1 1 1       3 blocks: these rows grow
         """
         more = self._growth_of_rows()
-        if not self.memory.make_room(step, more):
-            for request in self.requests.rows:  # guesses are given up before a row is
-                request.guesses.checked = []
-            more = self._growth_of_rows()
-        while not self.memory.make_room(step, more) and self.requests.running:
+        if self.memory.reserve(step, more):
+            return more > 0
+        for request in self.requests.rows:  # guesses are given up before a row is
+            request.guesses.give_up()
+        more = self._growth_of_rows()
+        while not self.memory.reserve(step, more) and self.requests.running:
             self._preempt(more)
             more = self._growth_of_rows()
-        step.promised = more
         return more > 0
 
     def _growth_of_rows(self) -> int:

@@ -12,6 +12,7 @@ class StepPlan:
     """A step: the operations of all ranks, and the requests that take their results."""
 
     operations: list[Operation] = field(default_factory=list)
+    """Operations in the order in which ranks run them: `Scheduler.plan` has the reasons for it."""
     rows: list[EngineRequest] = field(default_factory=list)
     """Rows that decode. Other rows wait for masks of grammars."""
     starting: EngineRequest | None = None
@@ -23,7 +24,7 @@ class StepPlan:
     spared: set[int] = field(default_factory=set)
     """Kept caches that this step forks, or makes: they are not evicted for it."""
     promised: int = 0
-    """Bytes by which caches may grow in this step, on the rank that holds most."""
+    """Bytes by which caches may grow in this step, on the rank that holds most. `CacheMemory` counts them."""
 
 
 @dataclass

@@ -41,11 +41,14 @@ COPY_SECONDS = 0.05
 LOAD_WAIT_SECONDS = 0.005
 """Seconds for which a step without rows waits for a block that is being read."""
 
-NOTE = 16
+NOTE_BYTES = 16
 """Bytes of the two numbers in a block for its heads, and for each layer that forgets."""
 
 FIRST_COPY_RATE = 1e9
 """Bytes a second that are assumed for the first copy, before any was measured."""
+
+EMA_WEIGHT = 0.3
+"""Weight of the last copy in the moving average of their rates."""
 
 
 @dataclass
@@ -94,18 +97,27 @@ class StoreScheduler:
         for block, nbytes in self.folder.scan().items():
             self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
+        """Configurations of the layers' caches; None until the folder or a cache shows them."""
         self.saving: deque[SavingCache] = deque()
+        """Caches of which blocks are left to be stored."""
         self.finishing: deque[SavingCache] = deque()
         """Caches whose last blocks may not be written yet."""
         self.written_blocks = 0
+        """Blocks that all ranks have written."""
         self.stopped = False
+        """True once a rank could not write: no more blocks are stored then."""
         self.loading: LoadingCache | None = None
         self.loaded: dict[EngineRequest, Origin] = {}
+        """Caches that were loaded for requests which have not begun."""
         self.looked_up = WeakSet[EngineRequest]()
+        """Requests for which loading has begun: it is tried once."""
         self.names = WeakKeyDictionary[EngineRequest, BlockNames]()
         self.opening: OpenStored | None = None
+        """Operation that begins the loading, until a step has it."""
         self.closing: CloseStored | None = None
+        """Operation that ends the loading, until a step has it."""
         self.copy_rate = FIRST_COPY_RATE
+        """Bytes that are copied in a second, a moving average."""
         self.copied = 0
         """Bytes of blocks that this step copies from caches."""
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
@@ -163,13 +175,13 @@ class StoreScheduler:
         step drops: their blocks are saved first.
         """
         copy_seconds = COPY_SECONDS if seconds is None else seconds
-        left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # `seconds` may be inf
+        most_bytes = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # `seconds` may be inf
         saves = list[Operation]()
         self.saving = deque(saving for saving in self.saving if saving.cache_id in self.worker.caches)
         self.copied = 0
         for saving in sorted(self.saving, key=lambda saving: saving.cache_id not in drops):
             blocks = list[BlockToSave]()
-            while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
+            while (self.copied < most_bytes or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
                 saves.append(SaveBlocks(saving.cache_id, blocks))
@@ -178,9 +190,9 @@ class StoreScheduler:
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
-            nbytes = max(1, (left - self.copied) // self.worker.mesh.ranks)
+            nbytes = max(1, (most_bytes - self.copied) // self.worker.mesh.ranks)
             loads = [LoadBlocks(self.loading.cache_id, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
-        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
+        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.pop_gone()) else []
         return [*forgets, *saves, *loads]
 
     def operations_after(self) -> list[Operation]:
@@ -215,7 +227,9 @@ class StoreScheduler:
             )
             entry = None
             if not self.tiers.has(block):  # another cache may have stored it meanwhile
-                entry = self._admit(saving, block, NOTE + (stop - saving.stored_tokens) * self._token_bytes(cache))
+                entry = self._admit(
+                    saving, block, NOTE_BYTES + (stop - saving.stored_tokens) * self._token_bytes(cache)
+                )
                 if entry is None:
                     return None
             saving.stored_tokens = stop
@@ -271,7 +285,7 @@ class StoreScheduler:
                 _row_bytes(kv_cache.config) + 8
             )
         state_bytes = sum(x.nbytes for x in cache.states.values())
-        return int(key_bytes + state_bytes) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
+        return int(key_bytes + state_bytes) + NOTE_BYTES * self.worker.mesh.ranks * (1 + len(cache.kv_caches))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Write the configurations of layers to the folder: a later server makes caches by them before any prompt."""
@@ -307,7 +321,7 @@ class StoreScheduler:
             return False
         self.looked_up.add(request)
         self._touch(blocks)
-        self.tiers.pinned = frozenset(blocks)
+        self.tiers.pin(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(request, next(new_cache_ids), sources, tokens)
         codes = [layer.to_code() for layer in self.layers]
@@ -362,18 +376,18 @@ class StoreScheduler:
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
         return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
 
-    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
-        """Take the reports of ranks on their blocks. Return loaded caches that no request needs."""
+    def receive_reports(self, reports: Sequence[RankReport]) -> list[int]:
+        """Note what ranks have written and read. Return loaded caches that no request needs."""
         failed = [rank for rank, report in enumerate(reports) if report.write_error]
         if failed and not self.stopped:
             self._stop(reports[failed[0]].write_error, failed[0])
         if not self.stopped:
-            self._take_written(min(report.blocks_written for report in reports))
-        left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
-        unused = [self.loaded.pop(request).source for request in left]
-        return self._take_read(reports) + [cache_id for cache_id in unused if cache_id is not None]
+            self._note_written(min(report.blocks_written for report in reports))
+        ended = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
+        unused = [self.loaded.pop(request).source for request in ended]
+        return self._end_loading(reports) + [cache_id for cache_id in unused if cache_id is not None]
 
-    def _take_written(self, count: int) -> None:
+    def _note_written(self, count: int) -> None:
         """Note blocks in the folder that all ranks have written: `count` is the least number of all ranks."""
         while self.written_blocks < count:
             self.written_blocks += 1
@@ -389,11 +403,12 @@ class StoreScheduler:
     def _stop(self, error: int, rank: int) -> None:
         """Store no more blocks, and warn once."""
         self.stopped = True
-        for blocks in (self.saving, self.finishing, self.tiers.writing):
-            blocks.clear()
+        self.saving.clear()
+        self.finishing.clear()
+        self.tiers.forget_writing()
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 
-    def _take_read(self, reports: Sequence[RankReport]) -> list[int]:
+    def _end_loading(self, reports: Sequence[RankReport]) -> list[int]:
         """End the loading once each rank has read all blocks, or found a damaged one. Return a useless cache.
 
         Ranks 0 and 1 read 8 blocks, and rank 1 cannot read the sixth: the cache keeps the first 5 on both. If layers
@@ -414,7 +429,7 @@ class StoreScheduler:
             length = 0
         self.closing = CloseStored(loading.cache_id, length)
         self.loading = None
-        self.tiers.pinned = frozenset()
+        self.tiers.pin(())
         if loading.request.cancelled or loading.request.finish_reason is not None or not length:
             return [loading.cache_id]
         for block, read_from in loading.blocks[:good]:
@@ -430,16 +445,16 @@ class StoreScheduler:
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
-    def take(self, results: StepResults) -> None:
-        """Take the results of a step: the speed of copies, and whether a cache could be made."""
+    def apply_results(self, results: StepResults) -> None:
+        """Apply the results of a step: the speed of copies, and whether a cache could be made."""
         if (error := results.error_of(SaveBlocks)) is not None:
             raise error  # caches are not as rank 0 knows them
         seconds = results.seconds.get(SaveBlocks)
         if seconds and self.copied:
-            self.copy_rate = 0.7 * self.copy_rate + 0.3 * self.copied / seconds
+            self.copy_rate += EMA_WEIGHT * (self.copied / seconds - self.copy_rate)
         if results.error_of(OpenStored) is not None:  # there was no memory: all ranks have raised
             self.loading = None
-            self.tiers.pinned = frozenset()
+            self.tiers.pin(())
 
     # --- names ---
 

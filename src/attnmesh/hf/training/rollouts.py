@@ -162,12 +162,12 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores."""
-        self.take(input_ids)
+        self.note_drawn(input_ids)
         self.all = (scores / self.temperature).log_softmax(-1)
         return scores
 
-    def take(self, ids: Tensor) -> None:
-        """Keep the log-probabilities of the last tokens."""
+    def note_drawn(self, ids: Tensor) -> None:
+        """Keep the log-probabilities of the last tokens of `ids`, which were drawn."""
         if self.all is not None:
             self.kept.append(self.all.gather(1, ids[:, -1:]))
 
@@ -194,7 +194,7 @@ def generating_on(device_mesh: DeviceMesh | None, model: Any) -> Iterator[list[T
             )
         finally:
             model.generate = on_mesh
-        watch.take(getattr(output, "sequences", output))
+        watch.note_drawn(getattr(output, "sequences", output))
         return output
 
     model.generate = on_mesh
