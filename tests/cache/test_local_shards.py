@@ -10,6 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.cache.local_shards import LocalShards
+from attnmesh.cache.token_counter import TokenCounter
 from attnmesh.errors import UnforeseenError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -91,3 +92,19 @@ def test_the_cpu_counts_anew_after_an_append_that_was_interrupted(monkeypatch: p
         cache.append(*new_tokens(more, 2))
         assert cache.local_shards.counter.length == cache.length
     assert cache.length == 29
+
+
+def test_tokens_that_an_interrupted_append_has_written_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that forgets may not find room where these tokens are: later ones would be lost."""
+    cache = am.KVCache(None, **{**SIZES, "capacity": 400}, dtype=torch.float32, mask=am.Window(30))
+    cache.append(*new_tokens(5, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenCounter, "filled", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(*new_tokens(3, 1))
+    for number in range(100):
+        cache.append(*new_tokens(1, number))
+    assert cache.length == 108
+    held = cache.own_shard.token_index[: cache.used].tolist()
+    assert held == [*range(held[0], 108)]
+    assert held[0] <= 108 - 31

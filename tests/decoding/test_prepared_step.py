@@ -119,3 +119,19 @@ def test_a_rank_may_compute_alone_without_a_launch(pool: Pool) -> None:
     assert bool(outs[0][0, 3:].isfinite().all())
     for out in outs[1:]:
         assert torch.equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))
+
+
+class OnGPU(Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+def test_lengths_on_another_device_that_the_cache_does_not_have_give_nan() -> None:
+    """No check reads them: a CPU would wait for their device."""
+    cache = random_cache(10, batch=2)
+    lengths = torch.tensor([5, 50]).as_subclass(OnGPU)
+    out = am.decode(query(), cache, key_lengths=lengths).as_subclass(Tensor)
+    assert out.isnan().flatten(1).any(1).tolist() == [False, True]

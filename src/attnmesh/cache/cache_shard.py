@@ -23,9 +23,8 @@ class CacheShard:
 
     `kv_tensors` are the keys, and the values if they are separate. In a forked cache, in files and in two tiers,
     `earlier_pieces` have the first tokens and `kv_tensors` those after them. The number of tokens is a tensor on the
-    device. A `MemoryShard` has its tokens in one memory, a `TieredShard` in two, and a
-    `store.folder_shard.FolderShard` in files. Callers ask its methods what a
-    shard can do, rather than of which kind it is.
+    device. A `MemoryShard` has its tokens in one memory, a `TieredShard` in two, and a `FolderShard` of `store` in
+    files. Callers ask its methods what a shard can do, rather than of which kind it is.
     """
 
     kv_tensors: list[Tensor]

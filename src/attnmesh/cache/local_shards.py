@@ -27,7 +27,7 @@ from attnmesh.runtime.tensors import Tensors
 class LocalShards:
     """Shards of a cache on this rank: its own, and copies of other ranks' shards.
 
-    This class alone changes shards, and tells its `counter` of each change.
+    Its methods tell the `counter` of each change of the shards' tokens.
     """
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
@@ -215,7 +215,7 @@ class LocalShards:
         self.counter.appended(new_count)
 
     def _recount(self) -> None:
-        """Count anew: graphs may have appended tokens, or an error may have ended an append."""
+        """Count anew: graphs may have appended tokens, or on a CPU an error may have ended an append."""
         if may_compare(self.own.device):
             self.counter.counted(self.length)
 
@@ -227,7 +227,7 @@ class LocalShards:
 
     def _make_room(self, shard: CacheShard, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
         """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `first()`."""
-        if not shard.make_room(self.counter.used_slots[shard.index], new_count, first, forget=forget):
+        if not shard.make_room(self.counter.used_in(shard), new_count, first, forget=forget):
             return False
         self.counter.moved(shard)
         return True
@@ -338,7 +338,7 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
 
 def checked_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
     """Return the shares, None for even ones and for "auto". Raise unless tokens can be placed on `ranks` ranks."""
-    check_copies(copies, ranks)
+    check_copies(subject, copies, ranks)
     return checked_shares(subject, shares, ranks)
 
 
@@ -349,8 +349,10 @@ def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
         raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
 
 
-def check_copies(copies: object, ranks: int) -> None:
+def check_copies(subject: str, copies: object, ranks: int) -> None:
     """Raise unless each of `copies` copies fits on a rank of its own."""
     if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
         fix = f"pass copies={ranks}, or use more ranks along queries and keys"
-        raise ShapeError("KVCache copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix)
+        raise ShapeError(
+            f"{subject} copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix
+        )

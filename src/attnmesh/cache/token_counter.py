@@ -21,7 +21,7 @@ class TokenCounter:
     def __init__(self, block_cyclic: BlockCyclic, shards: Sequence[int]) -> None:
         """Count no tokens yet. `shards` are the indices of those on this rank."""
         self.length = 0
-        """Tokens on all ranks, without those that graphs append."""
+        """Tokens on all ranks. Where a graph appends it lacks those of replays, until `counted` or `left_graphs`."""
         self.rank_counts = RankCounts(block_cyclic, 0, (0,) * block_cyclic.ranks)
         """Tokens of each rank, of any length: ranks agree on new ones when tokens do not lie block-cyclic."""
         self.used_slots = dict.fromkeys(shards, 0)
@@ -73,6 +73,10 @@ class TokenCounter:
     def length_in(self, shard: CacheShard) -> int:
         """Return the tokens on all ranks. The device is asked if the shard is on the CPU, or a graph appends."""
         return shard.length if shard.device.type != "cuda" or self.in_graphs else self.length
+
+    def used_in(self, shard: CacheShard) -> int:
+        """Return the slots in use of a shard of a cache that forgets. Its device is asked if that is the CPU."""
+        return self.used_slots[shard.index] if shard.device.type == "cuda" else shard.used_slots
 
     def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
         """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""

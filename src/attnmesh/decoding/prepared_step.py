@@ -96,9 +96,10 @@ class PreparedStep:
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(merged, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
-        if key_lengths is not None and key_lengths.device == q.device:  # the checks have read others
-            # NaN for lengths that the cache does not have
-            wrong = (key_lengths < 0) | (key_lengths > views[0].device_counts[LENGTH])
+        if key_lengths is not None and (q.device.type == "cpu" or key_lengths.device.type != "cpu"):
+            # NaN for lengths that the cache does not have. The checks have read those of the CPU.
+            lengths = key_lengths.to(q.device)
+            wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         return out
 
@@ -212,13 +213,22 @@ def new_prepared_step(
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
-    settled = spec, attention, facts, config, checked, refuses_graphs
+    settled: dict[str, Any] = {
+        "spec": spec,
+        "attention": attention,
+        "facts": facts,
+        "config": config,
+        "checked": checked,
+        "refuses_graphs": refuses_graphs,
+    }
     if spec.token_axis.size == spec.heads_axis.size == 1:
-        return LoneStep(*settled, blank)
+        return LoneStep(**settled, blank_message=blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
-        return HostMergedStep(*settled, host_merge.blank_message, host_merge, host_merge.heads_of_output(spec.output))
+        output_heads = host_merge.heads_of_output(spec.output)
+        blank = host_merge.blank_message
+        return HostMergedStep(**settled, blank_message=blank, host_merge=host_merge, output_heads=output_heads)
     ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
-    return TransportMergedStep(*settled, blank, spec.rank_merge, ask)
+    return TransportMergedStep(**settled, blank_message=blank, rank_merge=spec.rank_merge, ask=ask)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

@@ -209,8 +209,8 @@ class App:
         """Return the fields of a request, which a thread reads, and what another one makes of them."""
         self.supervisor.check_ready()
         longest = self.supervisor.engine_sizes["max_model_len"]
-        read_fields = partial_of(read, defaults=self.defaults)
-        async with self._bodies.read(http, longest, read_fields) as (fields, nbytes):
+        read_with_defaults = partial_of(read, defaults=self.defaults)
+        async with self._bodies.read(http, longest, read_with_defaults) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
             with self.supervisor.room(fields.get("n", 1)):

@@ -120,7 +120,7 @@ class CacheSettings:
 
     def _check_ranks(self, config: PreTrainedConfig, ranks: int) -> None:
         """Raise unless `ranks` ranks can hold the tokens, in the given copies and shares."""
-        check_copies(self.copies, ranks)
+        check_copies("ShardedCache", self.copies, ranks)
         for name in ("reproducible", "storage", "window_storage") if is_compressed(config) else ():
             if value := getattr(self, name):
                 expected = "none for a model that compresses tokens"

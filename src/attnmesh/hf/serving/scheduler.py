@@ -35,13 +35,13 @@ KEPT_PER_ROW = 2
 
 
 class Scheduler:
-    """Plans steps of an engine on rank 0, and applies results. Caches take at most `memory` bytes on each rank."""
+    """Plans steps of an engine on rank 0, and applies results. Caches take at most `memory_limit` bytes of a rank."""
 
     def __init__(
         self,
         worker: RankWorker,
         max_rows: int,
-        memory: int,
+        memory_limit: int,
         max_gap: float | None,
         store: PrefixStore | None = None,
         guesser: Guesser | None = None,
@@ -51,7 +51,7 @@ class Scheduler:
         self.guesser = guesser or Guesser()
         self.store = begin_store(store, worker)
         self.requests = ServedRequests()
-        self.memory = CacheMemory(worker, memory, self.guesser)
+        self.memory = CacheMemory(worker, memory_limit, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
         self.rejected: dict[int, int] = {}
@@ -59,7 +59,7 @@ class Scheduler:
         self.step_times = StepTimes()
         self.guess_seconds = 0.0
         """Seconds for which the guesses of this step were made."""
-        self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
+        self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
     @property
