@@ -38,6 +38,7 @@ class Steps:
 
     def step(self) -> list[str]:
         """Run a step. Return the names of its operations."""
+        self.scheduler.update_requests()
         step = self.scheduler.plan()
         self.scheduler.receive_reports([RankReport(self.worker.nbytes)])
         self.scheduler.apply_results(step, self.worker.run(step.operations))
@@ -120,6 +121,7 @@ def test_operations_have_the_order_that_each_of_them_needs() -> None:
     steps.ask(range(700, 709))
     steps.scheduler._end(ending, "stop", keep=False)
     steps.scheduler.requests.rows.remove(ending)
+    steps.scheduler.update_requests()
     step = steps.scheduler.plan()
     names = [operation.name for operation in step.operations]
     assert names == ["crop", "forget", "save", "load", "drop", "rows", "fork", "fill", "open"]

@@ -338,6 +338,7 @@ class Engine:
         """Plan and run a step, once there is a request or something else to do, or it is time for an exchange."""
         idle = WRITING_POLL_SECONDS if self.scheduler.store.is_writing else IDLE_POLL_SECONDS
         self._receive(self.pause_seconds if self.scheduler.busy else idle)
+        self.scheduler.update_requests()
         step = self.scheduler.plan()
         self.pause_seconds = 0.0 if step.operations else POLL_SECONDS
         with count_traffic() as traffic:
@@ -365,7 +366,7 @@ class Engine:
         return StepResults() if operations == END else self._run(operations, images)
 
     def _run_between_steps(self, operations: list[Operation]) -> StepResults:
-        """Run operations of the draft model on all ranks, while rank 0 plans a step. Reports wait for the step."""
+        """Run operations of the draft model on all ranks, before rank 0 plans a step. Reports wait for the step."""
         operations, _ = self.step_exchange.exchange(operations, self.worker.step_report)
         self.exchanges += 1
         return self.worker.run(operations)

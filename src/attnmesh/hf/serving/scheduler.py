@@ -80,11 +80,25 @@ class Scheduler:
         """Add a request to those that wait."""
         self.requests.waiting.append(request)
 
+    def update_requests(self) -> None:
+        """End cancelled requests, draw from held logits, and guess tokens.
+
+        Called before `plan`, to which it leaves the memory of rows and prompts. May end requests, add tokens to
+        answers, change guesses, evict kept caches, and run operations of the draft model on all ranks.
+        """
+        self._end_cancelled()
+        self._draw_held()
+        self.memory.keep_at_most(KEPT_PER_ROW * self.max_rows)
+        self._guess()
+
     def plan(self) -> StepPlan:
         """Return the next step.
 
-        Requests end first, and rows draw from logits that they hold. Then rows are promised memory, and prompts what
-        rows leave. All of these may drop caches, so operations are listed at last. Ranks run them in this order:
+        Draws no token, and runs no operation. May begin requests, give up guesses, put requests back, evict kept
+        caches, and end requests that can never fit or that a replay has ended.
+
+        Rows are promised memory first, and prompts what rows leave. Both may drop caches, so operations are listed at
+        last. Ranks run them in this order:
 
             crop                 before a state is saved, else wrong guesses are in it, and before its cache is dropped
             forget, save         before a cache is dropped, else its blocks are lost
@@ -96,10 +110,6 @@ class Scheduler:
         """
         step = StepPlan()
         requests = self.requests
-        self._end_cancelled()
-        self._draw_held()
-        self.memory.keep_at_most(KEPT_PER_ROW * self.max_rows)
-        self._guess(step)
         grows = self._fit_rows(step)
         prompts = self.prompts.plan(step, self.pace)
         if requests.prefilling and not requests.rows and not prompts:  # no prompt can go on beside the others
@@ -321,13 +331,13 @@ class Scheduler:
         """Return the rows that decode. Other rows hold logits, and wait for masks of grammars."""
         return [request for request in self.requests.rows if request.held_logits is None]
 
-    def _guess(self, step: StepPlan) -> None:
-        """Guess tokens of the rows of a step. May run operations of the draft model on all ranks."""
+    def _guess(self) -> None:
+        """Guess tokens of the rows of the next step. May run operations of the draft model on all ranks."""
         rows = self._decoding_rows()
         for request in rows:
             request.guesses.compare(request.answer)
         start = perf_counter()
-        self.guesser.guess(rows, self.step_times, partial(self.memory.free, step))
+        self.guesser.guess(rows, self.step_times, partial(self.memory.free, StepPlan()))
         self.guess_seconds = perf_counter() - start
 
     def _fit_rows(self, step: StepPlan) -> bool:
