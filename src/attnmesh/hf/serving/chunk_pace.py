@@ -20,7 +20,7 @@ STORE_SHARE = 0.5
 """Share of the spare seconds for copies of blocks. A chunk of a prompt gets the others."""
 
 EMA_WEIGHT = 0.3
-"""Weight of the last time in a moving average: a larger one follows changes sooner, and errors too."""
+"""Weight of the last time or rate in a moving average: a larger one follows changes sooner, and errors too."""
 
 
 @dataclass

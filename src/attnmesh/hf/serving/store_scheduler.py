@@ -16,6 +16,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import InputError, warn_once
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
+from attnmesh.hf.serving.chunk_pace import EMA_WEIGHT
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.operations import (
     BlockToRead,
@@ -46,9 +47,6 @@ NOTE_BYTES = 16
 
 FIRST_COPY_RATE = 1e9
 """Bytes a second that are assumed for the first copy, before any was measured."""
-
-EMA_WEIGHT = 0.3
-"""Weight of the last copy in the moving average of their rates."""
 
 
 @dataclass
