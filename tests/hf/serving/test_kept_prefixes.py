@@ -1,5 +1,7 @@
 """Prefixes that an engine keeps: a request computes no token of its prompt that is in one, and has the same answer."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -104,6 +106,34 @@ def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> Non
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, check_questions_on_one_document, name, ranks)
+
+
+@on_each_rank
+def go_on_from_a_row(name: str) -> None:
+    """Send a row's answer so far as a prompt. The row decodes its last token before the prompt begins."""
+    model = build(Case(name, name), "attnmesh", torch.float32)
+    engine = Engine(model, None)
+    row = engine.submit(ids(100), max_new_tokens=200)
+    left = engine.worker.left_to_decode
+    for more, is_same in ((0, True), (left - 1, True), (left, True), (9, True), (9, False)):
+        for _ in range(20):
+            engine._step()
+        last = row.answer[-1] if is_same else (row.answer[-1] + 1) % 97
+        text = [*row.ids[:-1], last, *ids(more, seed=8)]
+        shared = len(row.ids) if is_same and more >= left else 0
+        prompt = engine.submit(text, max_new_tokens=1)
+        with patch.object(engine.worker, "do_start", wraps=engine.worker.do_start) as begin:
+            while prompt.finish_reason is None:
+                engine._step()
+        (start,) = begin.call_args.args
+        assert (start.source, prompt.cached_tokens) == (row.cache_id if shared else None, shared), (more, is_same)
+        assert prompt.answer == greedy(model, text, 1)
+        engine.scheduler.memory.keep_at_most(0)
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "deepseek_v4"])
+def test_a_row_with_a_state_lends_it_as_the_step_leaves_it(name: str, pool: Pool) -> None:
+    pool.run(1, go_on_from_a_row, name)
 
 
 @on_each_rank

@@ -18,6 +18,7 @@ class FakeCache:
     """A cache that holds tokens."""
 
     attention_layers = ()
+    irreversible_layers = ()
 
     def __init__(self, ids: Sequence[int] = (), *, crops_anywhere: bool = True) -> None:
         self.tokens = torch.tensor([[*ids]], dtype=torch.int64)
@@ -47,6 +48,7 @@ class FakeWorker:
         self.caches: dict[int, FakeCache] = {}
         self.prompts: dict[int, list[int]] = {}
         self.crops_anywhere = crops_anywhere
+        self.template = FakeCache()
 
     @property
     def nbytes(self) -> int:

@@ -89,7 +89,7 @@ class PromptQueue:
 
     def _begin_loading(self, step: StepPlan, request: EngineRequest) -> bool:
         """Begin to load the stored prefix of a prompt, if it is longer than that of any cache. Return whether it is."""
-        common_tokens = self.kept_caches.find(request, self._lenders()).tokens
+        common_tokens = self.kept_caches.find(request, self._sources(request)).tokens
         return self.store.begin_loading(
             request, common_tokens, self.new_cache_ids, lambda: self._reserve_room(step, request, Origin())
         )
@@ -103,7 +103,7 @@ class PromptQueue:
             self.requests.waiting.remove(request)
             request.end("length")
             return None
-        origin = self.kept_caches.find(request, self._lenders())
+        origin = self.kept_caches.find(request, self._sources(request))
         if (loaded := self.store.origin_of(request)) is not None and loaded.tokens > origin.tokens:
             origin = loaded
         if self._reserve_room(step, request, origin):
@@ -121,6 +121,19 @@ class PromptQueue:
         if self.worker.recomputes_by_token:
             return [request for request in self.requests.prefilling if not request.answer]
         return self.requests.running
+
+    def _sources(self, request: EngineRequest) -> list[EngineRequest]:
+        """Return the running requests from whose caches a prompt may go on.
+
+        Rows decode before a prompt begins, and a state cannot go back: a row with a state lends its cache only to a
+        prompt that has the row's next token too.
+        """
+        lenders = self._lenders()
+        if not self.worker.template.irreversible_layers:
+            return lenders
+        decoding = {row for row in self.requests.rows if row.held_logits is None}
+        ids = request.ids[: len(request.ids) - self.worker.left_to_decode]
+        return [other for other in lenders if other not in decoding or ids[: len(other.ids)] == other.ids]
 
     def _let_wait(self, request: EngineRequest) -> bool:
         """Let a request wait for a running prompt with the same first tokens. Return whether it waits.
