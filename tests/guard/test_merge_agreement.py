@@ -59,7 +59,7 @@ EACH_WAY = [
     ("allreduce", "tree"),
     ("xx", "allreduce"),
 ]
-"""Of all pairs, which take 0.1 s each, as many as have each way once on the odd rank and once on others; "xx" is no way.
+"""Pairs, each of which takes 0.1 s: each way is once on the odd rank and once on the others. "xx" is no way.
 
 Ranks that differ are found alike on any number of ranks, so two pairs do for 2 and for 4.
 """

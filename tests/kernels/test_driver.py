@@ -35,7 +35,9 @@ class Noting(Reference):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         self.note(rectangle, scaling)
-        return super().attend(q, k, v, rectangle, scaling)
+        out, lse = super().attend(q, k, v, rectangle, scaling)
+        unseeing = rectangle.unseeing_rows()  # in which kernels differ
+        return Partial(out.index_fill(2, unseeing, torch.nan), lse.index_fill(2, unseeing, torch.nan))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, inputs: BackwardInputs, rectangle: Rectangle, scaling: Scaling

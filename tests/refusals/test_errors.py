@@ -71,6 +71,11 @@ def test_other_values_are_no_count(value: Any) -> None:
         checked_int("test", value, 2, "pass one")
 
 
+def test_true_is_no_count_although_python_has_it_for_1() -> None:
+    with pytest.raises(ShapeError, match="a whole number, 1 or more, given True"):
+        checked_count("test", True, "pass one")
+
+
 def test_a_number_for_json_is_an_int_of_python() -> None:
     assert checked_int("test", 2, 2, "pass one") == 2
     with pytest.raises(ShapeError):
