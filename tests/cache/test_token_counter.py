@@ -1,31 +1,46 @@
 """Counts of a cache's tokens by the CPU."""
 
-from typing import Any
-from unittest.mock import Mock
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 
 from attnmesh.cache.block_cyclic import BlockCyclic, RankCounts
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.token_counter import TokenCounter
+from attnmesh.core.mask import Mask, Window
+from attnmesh.kernels.cache_view import LENGTH, USED
 
 BLOCKS = BlockCyclic(block=2, ranks=2)
+WINDOW = Window(3)
 
 
-def shard_on(device: str, length: int = 0, used: int = 0, index: int = 0, **fields: Any) -> Mock:
-    """Return a shard that has `length` tokens by its own count."""
-    config = Mock(mask=fields.pop("mask", None))
-    counts = torch.tensor([length, used])
-    fields = {"earlier_tokens": 0, **fields}
-    return Mock(
-        device=torch.device(device),
-        length=length,
-        used_slots=used,
-        index=index,
-        config=config,
-        device_counts=counts,
-        **fields,
-    )
+@dataclass
+class FakeShard:
+    """What a counter reads of a shard, with no memory for tokens: it may say that it is on a GPU which is not there."""
+
+    device: torch.device
+    config: CacheConfig
+    length: int
+    used_slots: int
+    index: int
+    earlier_tokens: int
+
+    @property
+    def device_counts(self) -> torch.Tensor:
+        counts = torch.zeros(2, dtype=torch.int64)
+        counts[LENGTH], counts[USED] = self.length, self.used_slots
+        return counts
+
+
+def shard_on(
+    device: str, length: int = 0, used: int = 0, index: int = 0, *, earlier_tokens: int = 0, mask: Mask | None = None
+) -> CacheShard:
+    """Return a shard that has `length` tokens on all ranks and `used` slots in use, by its own count."""
+    config = CacheConfig(1, 1, 4, 4, 16, 2, torch.float32, mask=mask)
+    return cast(CacheShard, FakeShard(torch.device(device), config, length, used, index, earlier_tokens))
 
 
 @pytest.fixture
@@ -81,12 +96,11 @@ def test_a_truncation_goes_back_in_a_layout_of_its_own(counter: TokenCounter) ->
 
 
 def test_a_shard_that_forgets_has_fewer_tokens_than_it_was_given(counter: TokenCounter) -> None:
-    shard, other = shard_on("cuda", mask="a mask"), shard_on("cuda", mask="a mask", index=1)
+    shard, other = shard_on("cuda", mask=WINDOW), shard_on("cuda", mask=WINDOW, index=1)
     counter.filled(shard, 3)
     counter.filled(other, 2)
     counter.appended(5)
-    shard.used_slots = 1
-    counter.moved(shard)
+    counter.moved(shard_on("cuda", used=1, mask=WINDOW))
     counter.filled(shard, 1)
     counter.appended(1)
     assert counter.length_and_used(shard) == (6, 2)
@@ -94,7 +108,7 @@ def test_a_shard_that_forgets_has_fewer_tokens_than_it_was_given(counter: TokenC
 
 
 def test_a_copy_counts_by_itself(counter: TokenCounter) -> None:
-    shard = shard_on("cuda", mask="a mask")
+    shard = shard_on("cuda", mask=WINDOW)
     counter.filled(shard, 3)
     counter.appended(3)
     other = counter.copied()

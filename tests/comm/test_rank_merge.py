@@ -142,9 +142,9 @@ def merge_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(("merge", "output"), [("tree", "replicated"), ("direct", "heads"), ("auto", "replicated")])
 def test_poison_reaches_all_ranks(merge: str, output: str, shape: tuple[int, ...], pool: Pool) -> None:
-    (first, second, third) = pool.run(3, merge_with_poison, merge, output, shape)
+    first, (_, poisoned_sum), third = pool.run(3, merge_with_poison, merge, output, shape)
     assert first == third == (True, float("inf"))
-    assert second != (True, 0)
+    assert poisoned_sum > 0, "the rank that sends poison does not take its own merge for one of equal calls"
 
 
 @on_each_rank

@@ -130,9 +130,3 @@ def test_a_call_that_no_kernel_serves_is_refused() -> None:
     message = "native: it computes in float32, the tensors are float64; .*Fix: change what one of these names"
     with pytest.raises(KernelError, match=message):
         choose(REQUEST._replace(scattered=True, dtype=torch.float64))
-
-
-def test_a_kernel_of_another_type_of_device_says_where_it_runs() -> None:
-    kernel = Dense()
-    kernel.device_type = "xpu"
-    assert kernel.refusal(REQUEST) == "it runs on xpu, the tensors are on cpu"

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.errors import KernelError
 from attnmesh.kernels.local_op import attend_backward_op, attend_op
 from tests.support.truth.seeds import in_turn
 
@@ -78,13 +77,6 @@ def test_masks_may_be_made_inside_a_compiled_function() -> None:
     compiled = torch.compile(lambda n: am.attention(q, k, v, mask=am.Window(n)), fullgraph=True, backend="eager")
     for reach in (3, 4, 5):
         torch.testing.assert_close(compiled(reach), am.attention(q, k, v, mask=am.Window(reach)))
-
-
-def test_a_gradient_of_a_gradient_raises() -> None:
-    q, k, v = inputs()
-    (dq,) = torch.autograd.grad(am.attend(q, k, v).out.sum(), q, create_graph=True)
-    with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
-        dq.sum().backward()
 
 
 def test_unused_results_cost_nothing_and_change_nothing() -> None:

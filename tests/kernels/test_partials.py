@@ -10,7 +10,6 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import Partial, merge
-from attnmesh.core.partial import merge_into
 
 pytestmark = pytest.mark.quick
 
@@ -48,13 +47,6 @@ def test_merge_commutes_to_the_bit(a: Partial, b: Partial) -> None:
 def test_merge_is_associative(a: Partial, b: Partial, c: Partial) -> None:
     same(merge(merge(a, b), c), merge(a, merge(b, c)))
     same(merge(merge(a, b), c), merge(a, b, c))
-
-
-@given(partials(), partials())
-def test_a_merge_in_place_is_a_merge(a: Partial, b: Partial) -> None:
-    total = Partial(a.out.clone(), a.lse.clone())
-    merge_into(total, b)
-    same(total, merge(a, b))
 
 
 @given(partials())
