@@ -54,7 +54,7 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
     config, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
     shards = [MemoryShard(config, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
-    whole.append((k, v), None, None)
+    whole.append_own((k, v), None, None)
     taken, number = 0, 0
     while few.length < LENGTH:
         start, number = few.length, number % few.turn.width + 1

@@ -11,10 +11,13 @@ from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.memory_shard import MemoryShard
+from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.mesh.axes import Axis
+from attnmesh.store.folder_shard import FolderShard
 from tests.support.truth.problems import numbers
 
 LENGTH = 90
+OF_MEMORY = "make_room", "put_before", "mark_present"
 KINDS = ["memory", "fork", "two memories", "folder"]
 
 
@@ -23,6 +26,14 @@ def shard_of(kind: str, path: Path) -> CacheShard:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=8, capacity=100, dtype=torch.float32, block=4, **options)
     cache.append(*numbers(2, 1, 1, LENGTH, 8, seed=1))
     return (cache.fork() if kind == "fork" else cache).own_shard
+
+
+@pytest.mark.parametrize("kind", [MemoryShard, TieredShard, FolderShard])
+def test_each_kind_has_the_methods_that_it_must_have(kind: type[CacheShard]) -> None:
+    assert CacheShard.__abstractmethods__
+    assert not kind.__abstractmethods__
+    if issubclass(kind, MemoryShard):
+        assert [name for name in OF_MEMORY if getattr(kind, name) is getattr(CacheShard, name)] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,7 +46,7 @@ def test_one_rank_has_all_tokens_before_any_length(kind: str, tmp_path: Path) ->
 def test_a_rank_has_its_turns_before_any_length(rank: int) -> None:
     config, blocks = CacheConfig(1, 1, 8, 8, LENGTH, 4, torch.float32), BlockCyclic(4, 3)
     shard = MemoryShard(config, Axis(), blocks, torch.device("cpu"), rank)
-    shard.append(tuple(numbers(2, 1, 1, LENGTH, 8, seed=1)), None, None)
+    shard.append_own(tuple(numbers(2, 1, 1, LENGTH, 8, seed=1)), None, None)
     found = [shard.count_before(length) for length in range(LENGTH + 1)]
     assert found == [blocks.count(rank, length) for length in range(LENGTH + 1)]
 

@@ -99,7 +99,7 @@ def test_tokens_that_an_interrupted_append_has_written_take_room(monkeypatch: py
     cache = am.KVCache(None, **{**SIZES, "capacity": 400}, dtype=torch.float32, mask=am.Window(30))
     cache.append(*new_tokens(5, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(TokenCounter, "filled", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(TokenCounter, "add_slots", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             cache.append(*new_tokens(3, 1))
     for number in range(100):

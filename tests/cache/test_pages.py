@@ -110,7 +110,7 @@ def test_pools_that_require_gradients_are_refused() -> None:
         empty_cache().append_pages(pools[0], pools[1], torch.tensor([[1, 2]]))
 
 
-@pytest.mark.parametrize("point", ["resize", "append_at"])
+@pytest.mark.parametrize("point", ["resize", "append_rows_at"])
 def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=60, dtype=torch.float32, block=4)
     keys, values, table = numbers(8, 4, 2, 8, seed=1), numbers(8, 4, 2, 8, seed=2), torch.tensor([[2, 3, 4]])

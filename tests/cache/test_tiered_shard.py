@@ -296,13 +296,13 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
         "_write_hot",
         "_set_counts",
         "refill_hot",
-        "append_at",
+        "append_rows_at",
     ],
 )
 def test_a_cache_goes_on_after_an_interrupt(
     name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner: Any = memory_shard if name == "native_append" else MemoryShard if name == "append_at" else TieredShard
+    owner: Any = memory_shard if name == "native_append" else MemoryShard if name == "append_rows_at" else TieredShard
     original, ended = getattr(owner, name), list[str]()
 
     def ends(*arguments: Any) -> Any:
@@ -352,7 +352,7 @@ def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyP
     cache = tiered_cache(20)
     counter = cache.local_shards.counter
     before = counter.rank_counts, counter.length
-    monkeypatch.setattr(TieredShard, "append_at", fails)
+    monkeypatch.setattr(TieredShard, "append_rows_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
     assert (counter.rank_counts, counter.length) == before

@@ -50,71 +50,71 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> TokenCounter:
 
 
 def test_appends_are_counted_where_a_gpu_has_the_shard(counter: TokenCounter) -> None:
-    counter.appended(5)
-    counter.appended(2)
+    counter.add_tokens(5)
+    counter.add_tokens(2)
     assert counter.length_in(shard_on("cuda")) == 7
     assert [counter.length_and_used(shard_on("cuda", index=rank)) for rank in (0, 1)] == [(7, 4), (7, 3)]
     assert counter.length_and_used(shard_on("cuda", earlier_tokens=2)) == (7, 2)
 
 
 def test_a_shard_on_the_cpu_counts_itself(counter: TokenCounter) -> None:
-    counter.appended(5)
+    counter.add_tokens(5)
     shard = shard_on("cpu", 6, 4)
     assert counter.length_in(shard) == 6
     assert counter.length_and_used(shard) == (6, 4)
 
 
 def test_the_gpu_alone_counts_what_graphs_append(counter: TokenCounter) -> None:
-    counter.appended(5)
-    counter.captured()
+    counter.add_tokens(5)
+    counter.enter_graphs()
     shard = shard_on("cuda", 9)
     assert counter.length_in(shard) == 9
     assert counter.length_and_used(shard) is None
     assert counter.length == 5, "a replay is not seen"
-    counter.left_graphs(9)
-    counter.appended(1)
+    counter.leave_graphs(9)
+    counter.add_tokens(1)
     assert counter.length_in(shard) == 10
     assert counter.length_and_used(shard) == (10, 6)
 
 
 def test_a_capture_reads_no_count(counter: TokenCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter.appended(5)
+    counter.add_tokens(5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert counter.length_and_used(shard_on("cuda")) is None
 
 
 def test_a_truncation_goes_back_in_a_layout_of_its_own(counter: TokenCounter) -> None:
-    counter.adopted(RankCounts(BLOCKS, 6, (6, 0)))
-    counter.counted(6)
-    counter.appended(2)
-    counter.truncated(7, ())
+    counter.set_rank_counts(RankCounts(BLOCKS, 6, (6, 0)))
+    counter.set_length(6)
+    counter.add_tokens(2)
+    counter.truncate(7, ())
     assert counter.length_and_used(shard_on("cuda")) == (7, 6)
-    counter.truncated(3, [(1, 0), (0, 3), (1, 0)])
+    counter.truncate(3, [(1, 0), (0, 3), (1, 0)])
     assert [counter.length_and_used(shard_on("cuda", index=rank)) for rank in (0, 1)] == [(3, 3), (3, 0)]
-    counter.truncated(0, [(0, 0), (1, 0)])
+    counter.truncate(0, [(0, 0), (1, 0)])
     assert counter.rank_counts == TokenCounter(BLOCKS, [0, 1]).rank_counts
 
 
 def test_a_shard_that_forgets_has_fewer_tokens_than_it_was_given(counter: TokenCounter) -> None:
     shard, other = shard_on("cuda", mask=WINDOW), shard_on("cuda", mask=WINDOW, index=1)
-    counter.filled(shard, 3)
-    counter.filled(other, 2)
-    counter.appended(5)
-    counter.moved(shard_on("cuda", used=1, mask=WINDOW))
-    counter.filled(shard, 1)
-    counter.appended(1)
+    counter.add_slots(shard, 3)
+    counter.add_slots(other, 2)
+    counter.add_tokens(5)
+    counter.recount_slots(shard_on("cuda", used=1, mask=WINDOW))
+    counter.add_slots(shard, 1)
+    counter.add_tokens(1)
     assert counter.length_and_used(shard) == (6, 2)
     assert counter.length_and_used(other) == (6, 2)
 
 
 def test_a_copy_counts_by_itself(counter: TokenCounter) -> None:
     shard = shard_on("cuda", mask=WINDOW)
-    counter.filled(shard, 3)
-    counter.appended(3)
-    other = counter.copied()
-    other.filled(shard, 1)
-    other.appended(1)
-    other.captured()
+    counter.add_slots(shard, 3)
+    counter.add_tokens(3)
+    other = counter.clone()
+    other.add_slots(shard, 1)
+    other.add_tokens(1)
+    other.enter_graphs()
     assert counter.length_and_used(shard) == (3, 3)
     assert other.length == 4
     assert other.used_slots[0] == 4

@@ -166,7 +166,7 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
         assert cache.local_shards.counter.used_slots[0] == cache.used
 
 
-@pytest.mark.parametrize(("inner", "tokens"), [("try_append_run", 1), ("append_at", 5)])
+@pytest.mark.parametrize(("inner", "tokens"), [("try_append_run", 1), ("append_rows_at", 5)])
 def test_tokens_before_a_failed_append_are_decoded_again(
     monkeypatch: pytest.MonkeyPatch, inner: str, tokens: int
 ) -> None:

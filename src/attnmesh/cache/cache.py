@@ -27,7 +27,7 @@ from attnmesh.cache.new_tokens import (
     tensors_to_append,
     try_append_known,
 )
-from attnmesh.cache.pages import Pages, append_blocks, pages_of
+from attnmesh.cache.pages import Pages, append_pool_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.checks.argument_checks import check_compare_option
@@ -285,8 +285,8 @@ class KVCache(CacheProperties):
             rows = tuple(map(self.config.rows_of, tensors_to_append(k, v)))
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
-                self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
-        self.local_shards.counter.adopted(rank_counts)
+                self.local_shards.append_rows_at(rows, tokens, new_count, token_mask, queries)
+        self.local_shards.counter.set_rank_counts(rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
@@ -449,7 +449,7 @@ class KVCache(CacheProperties):
         >>> cache.length
         48
         """
-        append_blocks(self.local_shards, self.guard, tensors_to_append(keys, values), block_table)
+        append_pool_blocks(self.local_shards, self.guard, tensors_to_append(keys, values), block_table)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.

@@ -27,7 +27,17 @@ from attnmesh.runtime.tensors import Tensors
 class LocalShards:
     """Shards of a cache on this rank: its own, and copies of other ranks' shards.
 
-    Its methods tell the `counter` of each change of the shards' tokens.
+    Its methods tell the `counter` of each change of the shards' tokens. These add tokens:
+
+        call of KVCache   here                   of each shard    tokens
+        append, again     try_append_plain       try_append_run   of a known signature; or False: `append` follows
+        append            append                 append_own       equal on all ranks, of which a rank keeps its own
+        append_shard      append_rows_at         append_rows_at   this rank's alone, at any positions, then copies
+        append_pages      append_shared_blocks   append_rows_at   of an engine's pool, whose last blocks are copied
+
+    With copies or a `forget_mask`, `try_append_plain` calls `append_own`. In memory `append_own` tries `try_append_run`
+    first, and then lets the device find the slots. In two memories it tries that too, and then moves tokens to the cold
+    tier by its `append_rows_at`. In files it writes rows piece by piece.
     """
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
@@ -68,7 +78,7 @@ class LocalShards:
             change(self.own),
             {index: change(shard) for index, shard in self.copy_shards.items()},
         )
-        other.counter = self.counter.copied()
+        other.counter = self.counter.clone()
         return other
 
     def join_pieces(self) -> CacheShard:
@@ -80,7 +90,7 @@ class LocalShards:
     def replace_own(self, shard: CacheShard) -> None:
         """Let another shard of this rank's tokens be the own one."""
         self.own = shard
-        self.counter.counted(shard.length)
+        self.counter.set_length(shard.length)
 
     @property
     def length(self) -> int:
@@ -90,7 +100,7 @@ class LocalShards:
     def leave_graphs(self) -> None:
         """Let the CPU count tokens again: no graph appends any more."""
         if self.counter.in_graphs:
-            self.counter.left_graphs(self.own.length)
+            self.counter.leave_graphs(self.own.length)
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
@@ -135,7 +145,7 @@ class LocalShards:
             )
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
 
-    def try_append(self, new: Tensors) -> bool:
+    def try_append_plain(self, new: Tensors) -> bool:
         """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
         shard, counter = self.own, self.counter
         length_and_used = counter.length_and_used(shard)
@@ -145,66 +155,68 @@ class LocalShards:
         if shard.padding is not None or counter.rank_counts.start:
             return False
         if self.copy_shards or shard.config.mask is not None:
-            counter.counted(length_and_used[0])
-            self._append(new, None)
+            counter.set_length(length_and_used[0])
+            self._append_to_each(new, None)
             return True
         if not shard.try_append_run(new, new_count, *length_and_used):
             return False
-        counter.length = length_and_used[0] + new_count  # as `counted`: each call takes its time in a step
+        counter.length = length_and_used[0] + new_count  # as `set_length` does, whose call would take time in each step
         return True
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         self._recount()
-        self._append(new, token_mask)
+        self._append_to_each(new, token_mask)
 
-    def _append(self, new: Tensors, token_mask: Tensor | None) -> None:
+    def _append_to_each(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens after those that are counted."""
         new_count = new[0].shape[2]
         if self.forget_mask is None:
             for shard in self.all:
-                shard.append(new, token_mask, self.counter.length_and_used(shard))
+                shard.append_own(new, token_mask, self.counter.length_and_used(shard))
         else:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
             for shard in self.all:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                 if self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query)):
                     self.oldest_query = oldest_query  # not at the end alone: what comes next may find no memory
-                shard.append(new, token_mask, self.counter.length_and_used(shard))
-                self.counter.filled(shard, own_count)
+                shard.append_own(new, token_mask, self.counter.length_and_used(shard))
+                self.counter.add_slots(shard, own_count)
             self.oldest_query = oldest_query
         self._advance(new_count)
 
-    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
+    def append_rows_at(
+        self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
+    ) -> None:
         """Add this rank's tokens with its heads, and send copies; all ranks together add `new_count`.
 
         The last `queries` of all tokens may be decoded before the next append.
         """
-        first = 0
+        oldest = 0
         self._recount()
         if self.forget_mask is None:
-            self.own.append_at(new, tokens, new_count, token_mask)
+            self.own.append_rows_at(new, tokens, new_count, token_mask)
         else:
             oldest_query = self._oldest_query_after(new_count, queries)
-            first = self.oldest_kept_token(oldest_query, token_mask, new_count)
-            if skips := first > self.counter.length:
-                kept = tokens >= first
+            oldest = self.oldest_kept_token(oldest_query, token_mask, new_count)
+            if skips := oldest > self.counter.length:
+                kept = tokens >= oldest
                 new = tuple(x[:, :, kept] for x in new)
                 tokens = tokens[kept]
-            if self._make_room(self.own, len(tokens), lambda: first, forget=skips):
-                self.oldest_query = oldest_query  # as in `append`
-            self.own.append_at(new, tokens, new_count, token_mask)
-            self.counter.filled(self.own, len(tokens))
+            if self._make_room(self.own, len(tokens), lambda: oldest, forget=skips):
+                self.oldest_query = oldest_query  # as in `_append_to_each`
+            self.own.append_rows_at(new, tokens, new_count, token_mask)
+            self.counter.add_slots(self.own, len(tokens))
             self.oldest_query = oldest_query
         self._advance(new_count)
-        self._send_copies(new, tokens, new_count, token_mask, first)
+        self._send_copies(new, tokens, new_count, token_mask, oldest)
 
-    def append_blocks(self, piece: FrozenPiece | None, new: Tensors, tokens: Tensor, new_count: int) -> None:
+    def append_shared_blocks(self, piece: FrozenPiece | None, new: Tensors, tokens: Tensor, new_count: int) -> None:
         """Add the tokens of a piece, which stays shared, and copies of `new` after it, to an empty cache.
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
-        self.own.append_at(new, tokens, new_count, None)
+        self.own.append_rows_at(new, tokens, new_count, None)
         if piece is not None:
             try:
                 self.own.put_before(piece)
@@ -212,27 +224,31 @@ class LocalShards:
                 self.own.truncate(0)
                 raise
             self.forked = True
-        self.counter.appended(new_count)
+        self.counter.add_tokens(new_count)
 
     def _recount(self) -> None:
         """Count anew: graphs may have appended tokens, or on a CPU an error may have ended an append."""
         if may_compare(self.own.device):
-            self.counter.counted(self.length)
+            self.counter.set_length(self.length)
 
     def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):
-            self.counter.appended(new_count)
+            self.counter.add_tokens(new_count)
         else:  # a graph is made, not run
-            self.counter.captured()
+            self.counter.enter_graphs()
 
-    def _make_room(self, shard: CacheShard, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `first()`."""
-        if not shard.make_room(self.counter.used_in(shard), new_count, first, forget=forget):
+    def _make_room(
+        self, shard: CacheShard, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
+    ) -> bool:
+        """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `find_oldest()`."""
+        if not shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget):
             return False
-        self.counter.moved(shard)
+        self.counter.recount_slots(shard)
         return True
 
-    def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
+    def _send_copies(
+        self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
+    ) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
 
         Collective along the tokens axis, if the cache has copies.
@@ -249,18 +265,18 @@ class LocalShards:
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:
-                self._make_room(shard, len(token_index), lambda: first, forget=first > shard.length)
-            shard.append_at(tuple(copied), token_index, new_count, token_mask)
+                self._make_room(shard, len(token_index), lambda: oldest, forget=oldest > shard.length)
+            shard.append_rows_at(tuple(copied), token_index, new_count, token_mask)
             if self.forget_mask is not None:
-                self.counter.filled(shard, len(token_index))
+                self.counter.add_slots(shard, len(token_index))
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
         for shard in self.all:
             shard.truncate(length)
             if self.forget_mask is not None:
-                self.counter.moved(shard)
-        self.counter.truncated(length, table)
+                self.counter.recount_slots(shard)
+        self.counter.truncate(length, table)
         self.oldest_query = min(self.oldest_query, length)
 
     def grow(self, config: CacheConfig) -> None:
@@ -273,18 +289,18 @@ class LocalShards:
         """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
         self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
-            count, first = self.own.turn.count, start.oldest_kept_token
-            self._make_room(self.own, count(length) - count(first), lambda: first)
+            count, oldest = self.own.turn.count, start.oldest_kept_token
+            self._make_room(self.own, count(length) - count(oldest), lambda: oldest)
 
-    def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
+    def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
         shard = self.own
-        used = shard.mark_present(length, token_mask, first)
+        used = shard.mark_present(length, token_mask, oldest)
         if self.forget_mask is not None:
-            self.counter.moved(shard)
+            self.counter.recount_slots(shard)
         new = tuple(x[:, :, :used] for x in shard.kv_tensors)
-        self._send_copies(new, shard.token_index[:used], length, token_mask, first)
-        self.counter.counted(length)
+        self._send_copies(new, shard.token_index[:used], length, token_mask, oldest)
+        self.counter.set_length(length)
 
     @property
     def forget_mask(self) -> Mask | None:

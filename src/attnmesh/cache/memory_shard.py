@@ -89,7 +89,7 @@ class MemoryShard(CacheShard):
     def _usual_slots(self, config: CacheConfig) -> int:
         return usual_slots(config, self.turn)
 
-    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
+    def append_own(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads.
 
         `length_and_used` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
@@ -119,7 +119,7 @@ class MemoryShard(CacheShard):
             is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         rows = [*map(self.config.rows_of, self.own_heads(new))]
-        self._write(rows, tokens, slots)
+        self._write_slots(rows, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
             self.device_counts[LENGTH_AND_USED].add_(new_count)
@@ -127,15 +127,15 @@ class MemoryShard(CacheShard):
         else:
             self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
 
-    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def append_rows_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         order = tokens.argsort()
         slots = self.used_slots + torch.arange(len(order), device=self.device)
-        self._write([x.index_select(2, order) for x in new], tokens[order], slots)
+        self._write_slots([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
         self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
 
-    def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
+    def _write_slots(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
         for x, tensor in zip(self.kv_tensors, new, strict=True):
             x.index_copy_(2, slots, tensor)
@@ -151,9 +151,9 @@ class MemoryShard(CacheShard):
         all_real = torch.ones(config.batch, new_count, dtype=torch.bool, device=self.device)
         self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)
 
-    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
-        """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
-        gone = self.turn.count(first)
+    def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
+        """Mark the tokens from `oldest` up to `length` as present. Return how many of them this rank holds."""
+        gone = self.turn.count(oldest)
         used = self.turn.count(length) - gone
         counts = [length, used, gone // self.config.block][: len(self.device_counts)]
         self.device_counts.copy_(torch.tensor(counts, device="cpu"))
@@ -197,14 +197,14 @@ class MemoryShard(CacheShard):
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
 
-    def make_room(self, used: int, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Make room for `new_count` tokens after `used` ones. Where needed, forget those before token `first()`.
+    def make_room(self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False) -> bool:
+        """Make room for `new_count` tokens after `used` ones. Where needed, forget those before token `find_oldest()`.
 
         Return True if the shard has other memory now.
         """
         if not (forget or self.has_spare or used + new_count > self.slots):
             return False
-        start = first()
+        start = find_oldest()
         gone = self.count_before(start)
         needed = self.used_slots - gone + new_count
         usual = self._usual_slots(self.config)
@@ -215,7 +215,7 @@ class MemoryShard(CacheShard):
         return True
 
     def put_before(self, piece: FrozenPiece) -> None:
-        """Let a piece have this rank's tokens before those in the shard, which needs as many slots less."""
+        """Put a piece with this rank's tokens before those in the shard, which needs as many slots less."""
         self.resize(self.config, self.slots - piece.token_count)
         self.earlier_pieces = (piece,)
 

@@ -94,7 +94,7 @@ def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards
         return False
     if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
         return False  # a shard, which is refused
-    return shards.try_append(tensors_to_append(k, v))
+    return shards.try_append_plain(tensors_to_append(k, v))
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:

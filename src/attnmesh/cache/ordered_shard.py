@@ -1,5 +1,6 @@
 """Shard whose tokens stand in their order, and whose memory may fail while it grows: files, or two memories."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
 
@@ -15,15 +16,15 @@ Fail = Callable[[str, StoreError], NoReturn]
 
 
 class OrderedShard(CacheShard):
-    """Tokens of one rank, in their order. `_add` writes new ones."""
+    """Tokens of one rank, in their order. `_append_rows` writes new ones."""
 
     fail: Fail
     unpadded: ClassVar[tuple[str, str]]
     """What `check_unpadded` expects, and how a user mends a padded batch."""
 
-    def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    @abstractmethod
+    def _append_rows(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows of this rank's new tokens after those in the shard. Then there are `length` on all ranks."""
-        raise NotImplementedError
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if new tokens are padded."""
@@ -31,21 +32,21 @@ class OrderedShard(CacheShard):
             expected, fix = self.unpadded
             raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
 
-    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
+    def append_own(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         length = self.length
         try:
-            self._add(*self.own_rows(new, length), length + new[0].shape[2])
+            self._append_rows(*self.own_rows(new, length), length + new[0].shape[2])
         except StoreError as error:
             self.fail("append", error)
 
-    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def append_rows_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         tokens = tokens.cpu()
         if bool((tokens.diff() < 0).any()):
             order = tokens.argsort()
             new, tokens = tuple(x.index_select(2, order.to(x.device)) for x in new), tokens[order]
-        self._add(new, tokens, self.length + new_count)
+        self._append_rows(new, tokens, self.length + new_count)
 
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of `new`, and their tokens. `new` has all heads and the tokens from `length` on."""

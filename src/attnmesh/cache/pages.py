@@ -40,7 +40,7 @@ def pages_of(shard: CacheShard) -> list[Pages]:
     return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
 
-def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ...], table: Tensor) -> None:
+def append_pool_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     """Add blocks of an engine's pools, of keys and of values if they are separate, as `KVCache.append_pages` does."""
     config = shards.own.config
     with guard.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
@@ -51,7 +51,7 @@ def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ..
         shards.check_fits("append_pages", new_count)
     with torch.no_grad():
         tensors = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
-        _append(shards, tensors, table.long())
+        _append_table(shards, tensors, table.long())
 
 
 def _check_takes_blocks(shards: LocalShards) -> None:
@@ -74,8 +74,8 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     count = -(-used // size)
     batch = shard.config.batch
     keys, values = shard.config.keys_and_values(piece.kv_tensors)
-    first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
-    table = first[:, None] + torch.arange(count, device=shard.device)
+    first_blocks = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
+    table = first_blocks[:, None] + torch.arange(count, device=shard.device)
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
 
     def pool(x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     return Pages(pool(keys), pool(values), table.int(), lengths, piece.token_index[:-1])
 
 
-def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
+def _append_table(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
     """Share all blocks but the last of each sequence, and copy the last ones to the shard.
 
     Blocks of 2 tokens on two ranks, where a table has three blocks:
@@ -106,7 +106,7 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     if shared_slots:  # with one more slot, as `FrozenPiece` says
         piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], tokens[: shared_slots + 1], None)
     last = tuple(x[:, :, shared_slots:] for x in rows)
-    shards.append_blocks(piece, last, tokens[shared_slots:], new_count)
+    shards.append_shared_blocks(piece, last, tokens[shared_slots:], new_count)
 
 
 def _tokens_in(pool: Tensor, table: Tensor) -> Tensor:

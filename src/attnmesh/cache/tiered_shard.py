@@ -158,11 +158,11 @@ class TieredShard(OrderedShard, MemoryShard):
             raise
         return True
 
-    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
+    def append_own(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         new_count = new[0].shape[2]
         if not new_count or not self.try_append_run(new, new_count, self.length, self.used_slots):
-            super().append(new, token_mask, length_and_used)
+            super().append_own(new, token_mask, length_and_used)
 
     def _count_leaving(self, new_count: int) -> int:
         """Return how many tokens `new_count` new ones drive out, in whole blocks. Some may be new ones themselves."""
@@ -170,7 +170,7 @@ class TieredShard(OrderedShard, MemoryShard):
         block = self.config.block
         return 0 if total <= self.slots else (total - hot_tokens(self.config, self.turn)) // block * block
 
-    def _add(self, new_rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    def _append_rows(self, new_rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
@@ -231,7 +231,7 @@ class TieredShard(OrderedShard, MemoryShard):
             return
         new_count = max(0, length - self.cold.length)
         try:
-            self.cold.append_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
+            self.cold.append_rows_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
             is_gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT
@@ -267,9 +267,9 @@ class TieredShard(OrderedShard, MemoryShard):
         keep_hot = partial(self._set_counts, length, count - cold_count)
         unbroken([*steps, self.refill_hot if count < cold_count else keep_hot])
 
-    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
+    def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
         """Mark the tokens up to `length`, which a load has written to the cold tier, as present."""
-        used = self.cold.mark_present(length, token_mask, first)
+        used = self.cold.mark_present(length, token_mask, oldest)
         self.refill_hot()
         return used
 

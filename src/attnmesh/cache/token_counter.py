@@ -21,7 +21,7 @@ class TokenCounter:
     def __init__(self, block_cyclic: BlockCyclic, shards: Sequence[int]) -> None:
         """Count no tokens yet. `shards` are the indices of those on this rank."""
         self.length = 0
-        """Tokens on all ranks. Where a graph appends it lacks those of replays, until `counted` or `left_graphs`."""
+        """Tokens on all ranks. Where a graph appends it lacks those of replays, until `set_length`."""
         self.rank_counts = RankCounts(block_cyclic, 0, (0,) * block_cyclic.ranks)
         """Tokens of each rank, of any length: ranks agree on new ones when tokens do not lie block-cyclic."""
         self.used_slots = dict.fromkeys(shards, 0)
@@ -29,45 +29,45 @@ class TokenCounter:
         self.in_graphs = False
         """True if a graph holds an append: the CPU does not see its replays."""
 
-    def copied(self) -> "TokenCounter":
+    def clone(self) -> "TokenCounter":
         """Return a counter that goes on from here by itself."""
         other = copy(self)
         other.used_slots = {**self.used_slots}
         return other
 
-    def appended(self, new_count: int) -> None:
-        """All ranks together have `new_count` more tokens."""
+    def add_tokens(self, new_count: int) -> None:
+        """Count `new_count` more tokens on all ranks together."""
         self.length += new_count
 
-    def captured(self) -> None:
-        """A graph appends when it is replayed."""
+    def enter_graphs(self) -> None:
+        """Leave the length to the device: a graph appends when it is replayed."""
         self.in_graphs = True
 
-    def counted(self, length: int) -> None:
-        """All ranks together have `length` tokens, those of graphs included."""
+    def set_length(self, length: int) -> None:
+        """Set the tokens on all ranks together, those of graphs included."""
         self.length = length
 
-    def left_graphs(self, length: int) -> None:
-        """No graph appends any more, and all ranks together have `length` tokens."""
+    def leave_graphs(self, length: int) -> None:
+        """Set the tokens on all ranks together, once no graph appends any more."""
         self.length, self.in_graphs = length, False
 
-    def truncated(self, length: int, table: Sequence[Sequence[int]]) -> None:
-        """The tokens from `length` on are gone. Rows of `table` are (rank, its tokens before `length`)."""
+    def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
+        """Count no tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
         if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
             self.rank_counts = RankCounts(self.rank_counts.block_cyclic, length, tuple(count for _, count in kept))
         self.length = length
 
-    def adopted(self, rank_counts: RankCounts) -> None:
-        """All ranks have reported the tokens of each."""
+    def set_rank_counts(self, rank_counts: RankCounts) -> None:
+        """Set the tokens of each rank, as all ranks have reported them."""
         self.rank_counts = rank_counts
 
-    def filled(self, shard: CacheShard, new_count: int) -> None:
-        """A shard of a cache that forgets has tokens in `new_count` more slots."""
+    def add_slots(self, shard: CacheShard, new_count: int) -> None:
+        """Count `new_count` more slots of a shard of a cache that forgets."""
         self.used_slots[shard.index] += new_count
 
-    def moved(self, shard: CacheShard) -> None:
-        """A shard of a cache that forgets has lost tokens, or has them in other slots. Its device is asked."""
+    def recount_slots(self, shard: CacheShard) -> None:
+        """Ask the device of a shard of a cache that forgets: it has lost tokens, or has them in other slots."""
         self.used_slots[shard.index] = shard.used_slots
 
     def length_in(self, shard: CacheShard) -> int:

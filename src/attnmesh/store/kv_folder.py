@@ -208,8 +208,8 @@ class KVFolder:
         if found != length:
             given = f"{found} of {length} tokens in {self.path}"
             raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
-        shards.counter.adopted(shards.counter.rank_counts.with_shards(0, reports))
-        shards.counter.counted(length)
+        shards.counter.set_rank_counts(shards.counter.rank_counts.with_shards(0, reports))
+        shards.counter.set_length(length)
         if length > shard.config.capacity:
             shards.grow(replace(shard.config, capacity=length))
         self._publish_layer(layer, shard.config)

@@ -13,5 +13,5 @@ def forget_known_calls(cache: am.KVCache) -> None:
 
 def append_on_this_rank_alone(cache: am.KVCache, k: Tensor, v: Tensor) -> None:
     """Append tokens that no other rank gets, without an agreement. Each of them is on this rank."""
-    cache.own_shard.append((k, v), None, None)
-    cache.local_shards.counter.appended(k.shape[2])
+    cache.own_shard.append_own((k, v), None, None)
+    cache.local_shards.counter.add_tokens(k.shape[2])

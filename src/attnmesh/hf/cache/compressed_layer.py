@@ -36,10 +36,10 @@ class JoinedKV(PendingKV):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return itself joined with no entries. Raise for other functions."""
-        first, *entries = args[0] if func is torch.cat else (None,)
-        if not isinstance(first, cls) or any(x.numel() for x in entries):
+        keys, *entries = args[0] if func is torch.cat else (None,)
+        if not isinstance(keys, cls) or any(x.numel() for x in entries):
             cls.raise_read(func.__name__)
-        return first
+        return keys
 
 
 class CompressedLayer(TailLayer):
@@ -82,9 +82,9 @@ class CompressedLayer(TailLayer):
         projections = torch.cat((self.tensors[name], projections), 1) if name in self.tensors else projections
         blocks_stop = projections.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = projections[:, blocks_stop:].clone()
-        first = self.other_kv_caches[name].length * self.entry_tokens if name in self.other_kv_caches else 0
+        first_token = self.other_kv_caches[name].length * self.entry_tokens if name in self.other_kv_caches else 0
         kv, gate = projections[:, :blocks_stop].chunk(2, -1)
-        return kv, gate, first
+        return kv, gate, first_token
 
     def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, dim: int) -> tuple[Tensor | None, ...]:
         """Return what these blocks need of the block before, None at first. Keep what the next block needs of the last.

@@ -1,7 +1,7 @@
 """Settings of a `ShardedCache`, and their checks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
@@ -58,11 +58,6 @@ class CacheSettings:
     shares: Sequence[float] | str | None
     folder: str | Path | KVFolder | None
     hot: int | None
-
-    @staticmethod
-    def of(arguments: Mapping[str, Any]) -> "CacheSettings":
-        """Return the options among the arguments of a call."""
-        return CacheSettings(**{option.name: arguments[option.name] for option in fields(CacheSettings)})
 
     def difference_of_rows(self, other: "CacheSettings") -> str | None:
         """Return an option that two rows of one step must share, but do not; None if one step serves both."""

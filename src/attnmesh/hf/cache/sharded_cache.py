@@ -98,7 +98,24 @@ class ShardedCache(StoredLayers):
         folder: str | Path | None = None,
         hot: int | None = None,
     ) -> None:
-        given = CacheSettings.of(locals())
+        given = CacheSettings(
+            capacity=capacity,
+            block=block,
+            merge=merge,
+            output=output,
+            reproducible=reproducible,
+            kernel=kernel,
+            exchange=exchange,
+            checked=checked,
+            copies=copies,
+            windows=windows,
+            keep=keep,
+            storage=storage,
+            window_storage=window_storage,
+            shares=shares,
+            folder=folder,
+            hot=hot,
+        )
         rank_mesh = RankMesh.of(mesh)
         with Agreement(rank_mesh, "ShardedCache", vars(given)):
             given.check(config, rank_mesh.shape)
