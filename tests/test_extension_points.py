@@ -50,6 +50,9 @@ def new_layout(shards: int) -> Layout:
         def positions(self, length: int, shards: int, index: int) -> Tensor:
             return am.Striped(self.block).positions(length, shards, self.order[index])
 
+    with pytest.raises(LayoutError, match=r"given .*Ordered"):  # of another file
+        check_layout("layout", Ordered((0,)))
+    Layout.kinds.append(Ordered)
     layout = Ordered(tuple(reversed(range(shards))), 3)
     assert Layout.from_code([*layout.to_code(), 7, 8]) == (layout, [7, 8])
     with pytest.raises(LayoutError, match=r"Packed\(documents, shape\) or Ordered\(order\), given"):

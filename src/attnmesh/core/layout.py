@@ -35,13 +35,14 @@ __all__ = ["Contiguous", "Zigzag", "Striped", "Split", "Packed"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Type of the argument `layout=`, which takes all subclasses: dataclasses of whole numbers and tuples of them."""
+    """Type of the argument `layout=`, which takes `kinds`: dataclasses of whole numbers and tuples of them."""
 
     kinds: ClassVar[list[type["Layout"]]] = []
-    """All layouts, in the order of their definitions, which all ranks have to share: `to_code` sends places in it."""
+    """Subclasses of this file, in order: codes have their places. No call takes another, whose shards nobody checks."""
 
     def __init_subclass__(cls) -> None:
-        cls.kinds.append(cls)
+        if cls.__module__ == __name__:
+            cls.kinds.append(cls)
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the positions of one shard.
@@ -228,8 +229,8 @@ class Packed(Layout):
 
 
 def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> None:
-    """Raise unless layout is a `Layout`, or "auto" where that is served."""
-    if not isinstance(layout, Layout) and not (auto and isinstance(layout, str) and layout == "auto"):
+    """Raise unless layout is of `Layout.kinds`, or "auto" where that is served."""
+    if type(layout) not in Layout.kinds and not (auto and isinstance(layout, str) and layout == "auto"):
         fix = "make one by calling it, as in Zigzag()"
         *others, last = (kind.example() for kind in Layout.kinds)
         expected = f"{', '.join(others)} or {last}"
