@@ -168,8 +168,7 @@ class LocalShards:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
             for shard in self.all:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                if self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query)):
-                    self.oldest_query = oldest_query  # not at the end alone: what comes next may find no memory
+                self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query), oldest_query)
                 shard.append(new, token_mask, self.counter.length_and_used(shard))
                 self.counter.filled(shard, own_count)
             self.oldest_query = oldest_query
@@ -191,8 +190,7 @@ class LocalShards:
                 kept = tokens >= first
                 new = tuple(x[:, :, kept] for x in new)
                 tokens = tokens[kept]
-            if self._make_room(self.own, len(tokens), lambda: first, forget=skips):
-                self.oldest_query = oldest_query  # as in `append`
+            self._make_room(self.own, len(tokens), lambda: first, oldest_query, forget=skips)
             self.own.append_at(new, tokens, new_count, token_mask)
             self.counter.filled(self.own, len(tokens))
             self.oldest_query = oldest_query
@@ -225,12 +223,20 @@ class LocalShards:
         else:  # a graph is made, not run
             self.counter.captured()
 
-    def _make_room(self, shard: CacheShard, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
-        """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `first()`."""
-        if not shard.make_room(self.counter.used_in(shard), new_count, first, forget=forget):
-            return False
-        self.counter.moved(shard)
-        return True
+    def _make_room(
+        self, shard: CacheShard, new_count: int, first: Callable[[], int], oldest_query: int, *, forget: bool = False
+    ) -> None:
+        """Let a shard have room for `new_count` tokens. Where needed, it forgets those before token `first()`.
+
+        It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
+        """
+        before = shard.token_index
+        try:
+            shard.make_room(self.counter.used_in(shard), new_count, first, forget=forget)
+        finally:
+            if shard.token_index is not before:
+                self.oldest_query = oldest_query
+                self.counter.moved(shard)
 
     def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
@@ -249,7 +255,7 @@ class LocalShards:
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:
-                self._make_room(shard, len(token_index), lambda: first, forget=first > shard.length)
+                self._make_room(shard, len(token_index), lambda: first, self.oldest_query, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
             if self.forget_mask is not None:
                 self.counter.filled(shard, len(token_index))
@@ -274,7 +280,7 @@ class LocalShards:
         self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
             count, first = self.own.turn.count, start.oldest_kept_token
-            self._make_room(self.own, count(length) - count(first), lambda: first)
+            self._make_room(self.own, count(length) - count(first), lambda: first, self.oldest_query)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
