@@ -1,7 +1,11 @@
 """The shard of a cache where memory is short: it is as it was before, and copies no more than it has to."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -112,3 +116,51 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
         each.truncate(length)
         assert torch.equal(each.keys[:, :, :9], random_cache(150).keys[:, :, :9])
     assert copied[:3] == [30 % 4] * 3
+
+
+def interrupted(function: Callable[[], object], name: str, line: int) -> bool:
+    """Call a function, with Ctrl-C before one line of the shard's method `name`. Return False if there is no line."""
+    lines = count()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if (frame.f_code.co_name, frame.f_code.co_filename) != (name, memory_shard.__file__):
+            return None
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("change", ["resize", "_share"])
+def test_ctrl_c_while_tokens_move_to_other_memory_loses_none(change: str) -> None:
+    """Ctrl-C between two fields of a shard would leave them unlike: later tokens then lie beyond its memory."""
+    k, v = numbers(2, 1, 2, 110, 8, seed=1)
+    q = numbers(1, 1, 4, 1, 8, seed=2)[0]
+    mask = am.Window(20) if change == "resize" else None
+    outputs = list[Tensor]()
+    for line in count():
+        cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=300, dtype=torch.float32, block=8, mask=mask)
+        cache.append(k[:, :, :37], v[:, :, :37])
+        call = cache.fork if mask is None else partial(cache.append, k[:, :, 37:100], v[:, :, 37:100])
+        goes_on = interrupted(call, change, line)
+        shard = cache.own_shard
+        slots = {len(shard.token_index), *(x.shape[2] for x in shard.kv_tensors)}
+        assert len(slots) == 1, f"line {line}"
+        start = cache.length
+        cache.append(k[:, :, start:], v[:, :, start:])
+        outputs.append(am.decode(q, cache, mask=mask or am.Causal()))
+        if not goes_on:
+            break
+    assert len(outputs) > 8  # lines of the method
+    for line, output in enumerate(outputs):
+        assert float((output - outputs[-1]).abs().max()) < FLOAT32, f"line {line}"

@@ -178,8 +178,7 @@ class LocalShards:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
             for shard in self.all:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                if self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query)):
-                    self.oldest_query = oldest_query  # not at the end alone: what comes next may find no memory
+                self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query), oldest_query)
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
                 self.counter.add_slots(shard, own_count)
             self.oldest_query = oldest_query
@@ -203,8 +202,7 @@ class LocalShards:
                 kept = tokens >= oldest
                 new = tuple(x[:, :, kept] for x in new)
                 tokens = tokens[kept]
-            if self._make_room(self.own, len(tokens), lambda: oldest, forget=skips):
-                self.oldest_query = oldest_query  # as in `_append_to_each`
+            self._make_room(self.own, len(tokens), lambda: oldest, oldest_query, forget=skips)
             self.own.append_rows_at(new, tokens, new_count, token_mask)
             self.counter.add_slots(self.own, len(tokens))
             self.oldest_query = oldest_query
@@ -238,13 +236,25 @@ class LocalShards:
             self.counter.enter_graphs()
 
     def _make_room(
-        self, shard: CacheShard, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
-    ) -> bool:
-        """Let a shard have room for `new_count` tokens. Return True if it forgot those before token `find_oldest()`."""
-        if not shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget):
-            return False
-        self.counter.recount_slots(shard)
-        return True
+        self,
+        shard: CacheShard,
+        new_count: int,
+        find_oldest: Callable[[], int],
+        oldest_query: int,
+        *,
+        forget: bool = False,
+    ) -> None:
+        """Let a shard have room for `new_count` tokens. Where needed, it forgets those before token `find_oldest()`.
+
+        It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
+        """
+        before = shard.token_index
+        try:
+            shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget)
+        finally:
+            if shard.token_index is not before:
+                self.oldest_query = oldest_query
+                self.counter.recount_slots(shard)
 
     def _send_copies(
         self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
@@ -265,7 +275,9 @@ class LocalShards:
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:
-                self._make_room(shard, len(token_index), lambda: oldest, forget=oldest > shard.length)
+                self._make_room(
+                    shard, len(token_index), lambda: oldest, self.oldest_query, forget=oldest > shard.length
+                )
             shard.append_rows_at(tuple(copied), token_index, new_count, token_mask)
             if self.forget_mask is not None:
                 self.counter.add_slots(shard, len(token_index))
@@ -290,7 +302,7 @@ class LocalShards:
         self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
             count, oldest = self.own.turn.count, start.oldest_kept_token
-            self._make_room(self.own, count(length) - count(oldest), lambda: oldest)
+            self._make_room(self.own, count(length) - count(oldest), lambda: oldest, self.oldest_query)
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""

@@ -216,13 +216,19 @@ class MemoryShard(CacheShard):
 
     def put_before(self, piece: FrozenPiece) -> None:
         """Put a piece with this rank's tokens before those in the shard, which needs as many slots less."""
-        self.resize(self.config, self.slots - piece.token_count)
-        self.earlier_pieces = (piece,)
+        self.resize(self.config, self.slots - piece.token_count, 0, (), (piece,))
 
-    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(
+        self,
+        config: CacheConfig,
+        slots: int,
+        forgotten: int = 0,
+        before: Sequence[FrozenPiece] = (),
+        earlier_pieces: tuple[FrozenPiece, ...] | None = None,
+    ) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
-        A save may read the old memory.
+        A save may read the old memory. `earlier_pieces` are those of the shard afterwards; None keeps them.
         """
         used = self.used_slots
         slot_count = allocated_slots(slots, config.block)
@@ -243,10 +249,17 @@ class MemoryShard(CacheShard):
             for index, old in enumerate(self.kv_tensors):
                 parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
                 kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
-        # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
-        self.kv_tensors, self.config, self.slots = kv_tensors, config, slots
-        self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
-        self.device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
+        device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
+        # Assigned last, in one call: where an allocation above fails, or Ctrl-C comes, the shard has its old memory.
+        vars(self).update(
+            kv_tensors=kv_tensors,
+            token_index=token_index,
+            padding=padding,
+            device_counts=device_counts,
+            earlier_pieces=self.earlier_pieces if earlier_pieces is None else earlier_pieces,
+            config=config,
+            slots=slots,
+        )
 
     def fork(self) -> Self:
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -277,13 +290,20 @@ class MemoryShard(CacheShard):
             return
         positions = None if self.padding is None else self.padding.positions
         piece = FrozenPiece(self.kv_tensors, self.token_index, positions).part(0, whole_slots)
-        self.earlier_pieces = (*self.earlier_pieces, piece)
-        self.kv_tensors = [x[:, :, whole_slots:] for x in self.kv_tensors]
-        self.token_index = self.token_index[whole_slots:]
-        self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
-        self.slots -= whole_slots
+        kv_tensors = [x[:, :, whole_slots:] for x in self.kv_tensors]
+        token_index = self.token_index[whole_slots:]
+        padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
         with torch.inference_mode(False):
-            self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
+            device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
+        # Assigned last, in one call: Ctrl-C between would leave tokens both in the piece and in the shard.
+        vars(self).update(
+            kv_tensors=kv_tensors,
+            token_index=token_index,
+            padding=padding,
+            device_counts=device_counts,
+            earlier_pieces=(*self.earlier_pieces, piece),
+            slots=self.slots - whole_slots,
+        )
 
     def _unshare(self, kept: int | None = None) -> None:
         """Copy earlier pieces to this shard's own memory, before the tokens there.
@@ -312,8 +332,7 @@ class MemoryShard(CacheShard):
                 copied.append(piece.part(first, stop))
             piece_start += piece.token_count
         if copied_from < earlier_tokens:
-            self.resize(self.config, self.slots + earlier_tokens - copied_from, gone_slots, copied)
-            self.earlier_pieces = tuple(shared)
+            self.resize(self.config, self.slots + earlier_tokens - copied_from, gone_slots, copied, tuple(shared))
 
     def join_pieces(self) -> CacheShard:
         """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
