@@ -10,8 +10,8 @@ STORAGES = ("int8", "fp8_e4m3")
 """Forms of 8 bits in which keys and values can be stored."""
 
 
-def patterns_of_merges(source: str) -> dict[str, str]:
-    """Return the patterns of the records of merges by name, which are read from a source and not imported."""
+def canonical_by_merge(source: str) -> dict[str, bool]:
+    """Return `is_canonical` of the records of merges by name, which are read from a source and not imported."""
     nodes = [*ast.walk(ast.parse(source))]
     (record,) = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Merge")
     fields = [ast.unparse(node.target) for node in record.body if isinstance(node, ast.AnnAssign)]
@@ -20,16 +20,16 @@ def patterns_of_merges(source: str) -> dict[str, str]:
         (*zip(fields, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)) for call in calls
     )
     records = [{field: ast.unparse(value) for field, value in pairs} for pairs in named]
-    return {ast.literal_eval(record["name"]): record.get("pattern", "None") for record in records}
+    return {ast.literal_eval(record["name"]): record.get("is_canonical") == "True" for record in records}
 
 
 _LIBRARY = Path(__file__).parents[1] / "attnmesh"
-_PATTERNS = patterns_of_merges((_LIBRARY / "comm" / "merges.py").read_text(encoding="utf-8"))
+_CANONICAL = canonical_by_merge((_LIBRARY / "comm" / "merges.py").read_text(encoding="utf-8"))
 
-MERGE_CHOICES = ("auto", *_PATTERNS)
+MERGE_CHOICES = ("auto", *_CANONICAL)
 """Merges across ranks."""
 
-TREES = ("auto", *(name for name, pattern in _PATTERNS.items() if pattern == "Pattern.ROUNDS"))
+TREES = ("auto", *(name for name, is_canonical in _CANONICAL.items() if is_canonical))
 """Merges that can give the same bits on any power of two of ranks."""
 
 

@@ -18,7 +18,7 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
     assert choices.DTYPES == partial.DTYPE_NAMES
     assert (*STORAGES,) == choices.STORAGES
     assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
-    trees = [name for name, merge in merges.MERGES.items() if merge.pattern is merges.Pattern.ROUNDS]
+    trees = [name for name, merge in merges.MERGES.items() if merge.is_canonical]
     assert ("auto", *trees) == choices.TREES
     found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
     assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
@@ -30,7 +30,7 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
 
 
 def test_records_of_merges_may_name_their_fields() -> None:
-    fields = "class Merge(NamedTuple):\n    name: str\n    run: object\n    pattern: object = None\n"
-    records = 'Merge("a", f, Pattern.ROUNDS), Merge(run=f, name="b"), Merge("c", f, pattern=Pattern.COLLECTIVE)'
-    expected = {"a": "Pattern.ROUNDS", "b": "None", "c": "Pattern.COLLECTIVE"}
-    assert choices.patterns_of_merges(fields + records) == expected
+    fields = "class Merge(NamedTuple):\n    name: str\n    run: object\n    is_canonical: bool = False\n"
+    records = 'Merge("a", f, True), Merge(run=f, name="b"), Merge("c", f, is_canonical=True), Merge("d", f, False)'
+    expected = {"a": True, "b": False, "c": True, "d": False}
+    assert choices.canonical_by_merge(fields + records) == expected

@@ -79,18 +79,17 @@ class RunMerge(Protocol):
 
 
 class Pattern(Enum):
-    """Exchanges of a merge, for all that does not run it: native calls, prices, checks."""
+    """Exchanges that one native call of a host, or one launch on GPUs, may do in place of `run`."""
 
-    ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
-    ALL_TO_ALL = "each rank to every other, which gets its own heads alone where it needs no more"
-    COLLECTIVE = "a collective of the backend, which cannot detect a wrong message: ranks compare calls first"
+    ROUNDS = "pairs, along a tree"
+    ALL_TO_ALL = "each rank to every other"
 
 
 class Merge(NamedTuple):
-    """One way to merge the partials of all ranks of an axis: by `run`, or by what its pattern has instead.
+    """One way to merge the partials of all ranks of an axis: by `run`, or by what its capabilities allow instead.
 
-    Ranks of one host may do `ROUNDS` and `ALL_TO_ALL` in a native call (`HostMerge`). Along `ALL_TO_ALL` they may send
-    each rank its own heads alone (`send_heads`). Both give what `run` gives.
+    Ranks of one host may do a `pattern` in a native call (`HostMerge`). With `sends_own_heads` they may send each rank
+    its own heads alone (`send_heads`). Both give what `run` gives.
     """
 
     name: str
@@ -101,7 +100,13 @@ class Merge(NamedTuple):
     published_as: str = ""
     """Name of the published scheme of decoding with this merge; empty if there is none."""
     pattern: Pattern | None = None
-    """Pattern of the exchanges of `run`. A merge without one always runs by `run`."""
+    """Exchanges of `run`, if one native call may do them. A merge without a pattern always runs by `run`."""
+    is_canonical: bool = False
+    """True if `run` can give the same bits on 1, 2, 4, 8, ... ranks. `reproducible` takes the first of these."""
+    sends_own_heads: bool = False
+    """True if ranks may send each its own heads alone. "auto" takes the first of these where the output is "heads"."""
+    detects_mismatch: bool = True
+    """True if the checksum shows that calls differ. False if `run` may hang or crash: ranks compare calls first."""
     is_packed: bool = True
     """True if messages travel as bytes. False if the numbers in them are summed on the way, in the dtype of lse."""
 
@@ -113,7 +118,7 @@ class Merge(NamedTuple):
     @property
     def is_native(self) -> bool:
         """True if one native call of a host may stand in for `run`."""
-        return self.pattern in (Pattern.ROUNDS, Pattern.ALL_TO_ALL)
+        return self.pattern is not None
 
     def seconds(self, group: MergeGroup, payload: MessageSize, cluster: Cluster) -> float:
         """Return the predicted seconds of one merge."""
@@ -138,6 +143,7 @@ MERGES = {
             lambda group, payload, cluster, total: add_tree("merge", group, payload.size, cluster, total),
             "Tree Attention",
             pattern=Pattern.ROUNDS,
+            is_canonical=True,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
@@ -145,20 +151,21 @@ MERGES = {
             lambda group, payload, cluster, total: add_all_to_all("merge", group, payload.size, cluster, total),
             "Helix, DCP",
             pattern=Pattern.ALL_TO_ALL,
+            sends_own_heads=True,
         ),
         Merge(  # the same by an all-gather
             "gather",
             lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
-            pattern=Pattern.COLLECTIVE,
+            detects_mismatch=False,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
             "allreduce",
             lambda transport, message, form, _: transport.all_reduce(message, form),
             _price_allreduce,
             "Tree Attention by all-reduces",
-            pattern=Pattern.COLLECTIVE,
+            detects_mismatch=False,
             is_packed=False,
         ),
     )
@@ -173,14 +180,19 @@ def check_merge(subject: str, merge_name: str, output: str) -> None:
     check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
-def is_collective(name: object) -> bool:
-    """Return whether `name` is the name of a merge by a collective. It may be the name of no merge."""
-    return any(merge.name == name and merge.pattern is Pattern.COLLECTIVE for merge in MERGES.values())
+def detects_mismatch(name: object) -> bool:
+    """Return whether the merge of this name shows that calls differ, as "auto" and the name of no merge do."""
+    return all(merge.detects_mismatch for merge in MERGES.values() if merge.name == name)
 
 
-def first_of(pattern: Pattern) -> Merge:
-    """Return the first merge of a pattern."""
-    return next(merge for merge in MERGES.values() if merge.pattern is pattern)
+def canonical_merge() -> Merge:
+    """Return the first merge that can give the same bits on 1, 2, 4, 8, ... ranks."""
+    return next(merge for merge in MERGES.values() if merge.is_canonical)
+
+
+def merge_of_own_heads() -> Merge:
+    """Return the first merge in which each rank may get its own heads alone."""
+    return next(merge for merge in MERGES.values() if merge.sends_own_heads)
 
 
 def native_merges() -> list[Merge]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merges import MERGES, OUTPUTS, Merge, PartialWithChecksum, Pattern, first_of
+from attnmesh.comm.merges import MERGES, OUTPUTS, Merge, PartialWithChecksum, canonical_merge, merge_of_own_heads
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import agreed_merge_rounds
@@ -14,7 +14,7 @@ from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.candidates import best_candidates
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError
-from attnmesh.kernels.stacked_merge import use_triton
+from attnmesh.kernels.stacked_merge import writes_nan
 from attnmesh.mesh.axes import Axis, device_type_of
 from attnmesh.runtime.counters import timed_merge
 from attnmesh.runtime.world import collective_once
@@ -59,19 +59,19 @@ class RequestedMerge(NamedTuple):
         dtype = sum_dtype(partial.out.dtype)
         form = MessageForm(tuple(partial.out.shape), dtype, self.wire if self.wire and merge.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if merge.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
+        if merge.detects_mismatch and form.size > transport.max_mismatch_bytes:
             compared = self.merge_checksums(checksum)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(self.output_of(partial), compared), compared
         form = transport.form_of(form, merge)
         with timed_merge():
-            if merge.pattern is Pattern.ALL_TO_ALL and self.output == "heads" and not transport.merges_all_heads(form):
+            if self.output == "heads" and merge.sends_own_heads and not transport.merges_all_heads(form):
                 checksum, merged = send_heads(partial, checksum, form, self.axis)
                 return nan_unless_equal(merged, checksum), checksum
             message = form.pack(checksum, partial) if message is None else message
             checksum, merged = merge.run(transport, message, form, self.reproducible)
         merged = self.output_of(merged)
-        has_nan_already = use_triton(merged.lse) and merge.is_packed
+        has_nan_already = writes_nan(merged.lse) and merge.is_packed
         return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
     def output_of(self, partial: Partial) -> Partial:
@@ -105,13 +105,13 @@ class RequestedMerge(NamedTuple):
         wait for B in the trials.
         """
         name, fastest = self.name, agreed_transport(self.axis, device).agreed_fastest()
-        if self.reproducible and not (name in MERGES and MERGES[name].pattern is Pattern.ROUNDS):
-            return first_of(Pattern.ROUNDS)
+        if self.reproducible and not (name in MERGES and MERGES[name].is_canonical):
+            return canonical_merge()
         if name != "auto":
             if name not in MERGES:
                 raise KernelError("merge", f"auto or one of {', '.join(MERGES)}", repr(name), "pass one of these")
             return MERGES[name]
-        return first_of(Pattern.ALL_TO_ALL) if self.output == "heads" else fastest
+        return merge_of_own_heads() if self.output == "heads" else fastest
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:

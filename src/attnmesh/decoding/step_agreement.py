@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.merges import is_collective
+from attnmesh.comm.merges import detects_mismatch
 from attnmesh.comm.mismatch import question_like
 from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
@@ -50,12 +50,12 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
 def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
     """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if spec.index_block is not None:
-        return cache.device.type != "cpu" and not is_collective(spec.merge)
+        return cache.device.type != "cpu" and detects_mismatch(spec.merge)
     try:
         reads_on_device = reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype)
     except InputError:
         reads_on_device = reads_length_on_device(cache.own_shard.view, "auto", cache.config.dtype)
-    return reads_on_device and not is_collective(spec.merge)
+    return reads_on_device and detects_mismatch(spec.merge)
 
 
 def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int]) -> Tensor:

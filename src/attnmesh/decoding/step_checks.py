@@ -25,7 +25,7 @@ from attnmesh.checks.argument_checks import (
     check_unknown_options,
     transpose_hint_first,
 )
-from attnmesh.comm.merges import MERGES, Pattern, check_merge
+from attnmesh.comm.merges import MERGES, check_merge
 from attnmesh.core.mask import check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling, with_distance_bias
@@ -200,7 +200,7 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
     """Raise if the result should have the same bits on any number of ranks, and cannot."""
     if not isinstance(reproducible, bool):
         raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
-    if reproducible and (ranks & (ranks - 1) or (merge != "auto" and MERGES[merge].pattern is not Pattern.ROUNDS)):
+    if reproducible and (ranks & (ranks - 1) or (merge != "auto" and not MERGES[merge].is_canonical)):
         expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
         fix = 'use a power of two of ranks and merge="auto", or leave it out'
         raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

@@ -14,7 +14,7 @@ differ do they exchange the texts.
                call is known by them
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NoReturn, Self
 
 import torch
@@ -151,6 +151,22 @@ class Agreement:
         return [row[2 : 2 + len(payload)] for row in table]
 
 
+class MergeHistory:
+    """Merges on one object whose checksums stayed on the device. `MergeAgreement` asks, and adds each new one."""
+
+    def __init__(self, compared: Memo[bool]) -> None:
+        self.compared = compared  # of the guard: on GPUs a merge counts as the first call on the object
+        self.last_known: object = None
+        """Facts of the last merge."""
+        self.repeat_last: Callable[[], Tensor] | None = None
+        """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
+
+    def add(self, facts: Hashable, repeat: Callable[[], Tensor] | None) -> None:
+        """Add a merge. One that cannot be repeated leaves an earlier one to repeat."""
+        self.compared.keep(facts, True)
+        self.last_known, self.repeat_last = facts, repeat or self.repeat_last
+
+
 class CallGuard:
     """When ranks compare their calls on one object, such as a cache, by its `checked`.
 
@@ -169,9 +185,7 @@ class CallGuard:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
         self.compared: Memo[bool] = Memo()  # by name, or by facts
-        self.last_known: object = None  # facts of the last merge whose checksum stayed on the device
-        self.repeat_last_merge: Callable[[], Tensor] | None = None
-        """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
+        self.merges = MergeHistory(self.compared)
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name, by the table or `always`, but never in a graph."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merges import is_collective
+from attnmesh.comm.merges import detects_mismatch
 from attnmesh.comm.mismatch import cpu_reads_checksums
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, CallGuard, Fields, may_compare
@@ -88,7 +88,7 @@ class MergeAgreement:
     ) -> None:
         self.guard, self.merge_name, self.checked, self.name, self.poison = guard, merge_name, checked, name, poison
         self.is_compared = not guard.is_alone and may_compare(device)
-        self.checksum_stays_on_device = not cpu_reads_checksums(device) or guard.repeat_last_merge is not None
+        self.checksum_stays_on_device = not cpu_reads_checksums(device) or guard.merges.repeat_last is not None
         """True if no CPU reads the merged checksum, so that a rank has to ask about a call that is new to it.
 
         After one such call it stays True for all later calls on the object.
@@ -110,7 +110,7 @@ class MergeAgreement:
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if checksum_stays and not self.ask_all_ranks():
                 return False
-            if checksum_stays or is_collective(self.merge_name):
+            if checksum_stays or not detects_mismatch(self.merge_name):
                 Agreement(self.guard.mesh, self.name, description.fields).compare()
         return True
 
@@ -123,10 +123,8 @@ class MergeAgreement:
         if not self.checksum_stays_on_device:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
                 self.raise_unequal(description.fields)
-        elif description.facts != self.guard.last_known:
-            guard = self.guard
-            guard.compared.keep(description.facts, True)
-            guard.last_known, guard.repeat_last_merge = description.facts, description.ask or guard.repeat_last_merge
+        elif description.facts != self.guard.merges.last_known:
+            self.guard.merges.add(description.facts, description.ask)
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
         """Raise on all ranks. Collective: each of them calls it once a merge has shown that their calls differ."""
@@ -138,7 +136,7 @@ class MergeAgreement:
         Ranks that know their call do not ask: they receive the question in their merge. Before the first merge on the
         object every call is new to all ranks, and nothing is sent.
         """
-        repeat = self.guard.repeat_last_merge
+        repeat = self.guard.merges.repeat_last
         return repeat is None or float(repeat().sum()) == 0
 
     def raise_through_merge(self, error: Exception) -> NoReturn:
@@ -154,7 +152,7 @@ class MergeAgreement:
             if is_shared:
                 is_shared = self.ask_all_ranks()
             else:
-                (self.guard.repeat_last_merge or self.poison)()
-        elif self.is_compared and not is_collective(self.merge_name):
+                (self.guard.merges.repeat_last or self.poison)()
+        elif self.is_compared and detects_mismatch(self.merge_name):
             self.poison()
         Agreement(self.guard.mesh, self.name, is_compared=is_shared).raise_on_all(error)

@@ -146,6 +146,10 @@ def use_triton(lse: Tensor) -> bool:
     return lse.dtype == torch.float32 and lse.numel() > 0 and supports(lse.device)
 
 
+writes_nan = use_triton
+"""Returns True if a merge of messages writes NaN where their checksums differ. PyTorch's own kernels do not."""
+
+
 def _launch(
     stacked: Partial, into: Partial, sinks: Tensor | None, checksums: Tensor | None, checksum: Tensor | None
 ) -> None:

@@ -147,7 +147,7 @@ def decode_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) 
     product_seconds = 2 * rows * tokens * sum(workload.cached_widths) / device.forward_rate
     total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
     merge = MERGES[candidate.exchange_or_merge]
-    if merge.pattern is Pattern.COLLECTIVE:
+    if not merge.detects_mismatch:
         add_agreement(candidate, cluster, total)
     if group.ranks > 1:
         merge.price(group, MessageSize(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
