@@ -11,6 +11,7 @@ from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.serving.engines import greedy, ids, running, started, tokens
+from tests.support.serving.fake_caches import SamePace
 from tests.support.truth.mesh_problems import named_mesh
 
 
@@ -113,6 +114,7 @@ def go_on_from_a_row(name: str) -> None:
     """Send a row's answer so far as a prompt. The row decodes its last token before the prompt begins."""
     model = build(Case(name, name), "attnmesh", torch.float32)
     engine = Engine(model, None)
+    engine.scheduler.pace = SamePace(None)  # else the row might end before the prompts of a busy machine do
     row = engine.submit(ids(100), max_new_tokens=200)
     left = engine.worker.left_to_decode
     for more, is_same in ((0, True), (left - 1, True), (left, True), (9, True), (9, False)):

@@ -19,7 +19,7 @@ from attnmesh.hf.serving.operations import (
 )
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.scheduler import Scheduler
-from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
+from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, SamePace, fake_growth, request
 
 
 class Steps:
@@ -111,9 +111,10 @@ class Stored(NoStore):
 
 def test_operations_have_the_order_that_each_of_them_needs() -> None:
     steps = Steps(guesser=Guesses())
+    steps.scheduler.pace = SamePace(None)
     going, ending, _ = steps.ask(range(9), range(100, 109), [*range(200, 600), 1], new=20)
     for _ in range(4):
-        steps.step()  # two rows, with guesses that were wrong, and a prompt of which one chunk is computed
+        steps.step()  # two rows, with guesses that were wrong, and a prompt that is computed in part
     (prompt,) = steps.scheduler.requests.prefilling
     steps.worker.caches[prompt.cache_id].crops_anywhere = False
     prompt.fork_points.add(prompt.computed_tokens)

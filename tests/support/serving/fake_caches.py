@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from attnmesh.hf.serving.chunk_pace import ChunkPace
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.operations import Start
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -92,6 +93,13 @@ class FakeWorker:
     def do_drop(self, cache_ids: Sequence[int]) -> None:
         for cache_id in cache_ids:
             self.caches.pop(cache_id, None)
+
+
+class SamePace(ChunkPace):
+    """Chunks of one size on a machine of any speed."""
+
+    def tokens(self, rows: int, waiting: int, *, store_is_busy: bool) -> int:
+        return 64
 
 
 class FakeFootprint:
