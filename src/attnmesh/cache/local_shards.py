@@ -27,7 +27,7 @@ from attnmesh.runtime.tensors import Tensors
 class LocalShards:
     """Shards of a cache on this rank: its own, and copies of other ranks' shards.
 
-    Its methods tell the `counter` of each change of the shards' tokens. These add tokens:
+    Its methods keep the `counter` equal to what the shards have. These add tokens:
 
         call of KVCache   here                   of each shard    tokens
         append, again     try_append_plain       try_append_run   of a known signature; or False: `append` follows

@@ -13,8 +13,8 @@ from attnmesh.guard.agreement import is_capturing
 class TokenCounter:
     """Tokens of a cache's shards, as the CPU counts them.
 
-    Kernels read `device_counts` of a shard. The CPU reads them too if the shard is there, and otherwise asks this
-    object. Each change of a shard writes `device_counts`, and is then told to this object. A graph's replay writes
+    Kernels read `device_counts` of a shard. The CPU reads them too if the shard is there, and otherwise these counts.
+    A call that changes a shard writes `device_counts` first, and these counts after them. A graph's replay writes
     `device_counts` alone: from the capture on `length` may lag behind them, and the CPU asks the device.
     """
 

@@ -281,7 +281,7 @@ def family_of(config: Any) -> Family:
 
 
 class _FamiliesByName:
-    """Families of the layers that have asked, as attributes.
+    """Families of the layers that graphs have asked for, as attributes.
 
     A graph can call functions of what it reads here. It cannot call those of a value that a constant function returns,
     and it sees a dictionary as that was when it first looked.
@@ -290,7 +290,10 @@ class _FamiliesByName:
 
 def family_of_layer(layer: Any) -> Family:
     """Return the family of a layer's configuration, which is that of a text model."""
-    family: Family = getattr(_FamiliesByName, _family_name(type(getattr(layer, "config", None))))
+    config = type(getattr(layer, "config", None))
+    if not torch.compiler.is_compiling():
+        return family_of_class(config)
+    family: Family = getattr(_FamiliesByName, _family_name(config))
     return family
 
 
