@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnmesh.core.selection import Selection
 from attnmesh.planner.selected import Selected
@@ -290,11 +291,9 @@ class _FamiliesByName:
 
 def family_of_layer(layer: Any) -> Family:
     """Return the family of a layer's configuration, which is that of a text model."""
-    config = type(getattr(layer, "config", None))
-    if not torch.compiler.is_compiling():
-        return family_of_class(config)
-    family: Family = getattr(_FamiliesByName, _family_name(config))
-    return family
+    config: Any = type(getattr(layer, "config", None))
+    found: Family = getattr(_FamiliesByName, _family_name(config)) if is_compiling() else family_of_class(config)
+    return found
 
 
 @cache
