@@ -48,7 +48,7 @@ class FolderLayer(NamedTuple):
     layer: int
 
 
-open_folder = LateBound[..., OpenFolder]()
+open_folder = LateBound[..., OpenFolder]("attnmesh.store")
 """Return a folder in which caches live: `store.kv_folder.KVFolder`."""
 
 

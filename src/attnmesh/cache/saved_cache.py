@@ -155,8 +155,8 @@ class LayersToLoad(NamedTuple):
         return tuple(replace(config, capacity=-(-self.capacity // tokens)) for config, tokens in layers)
 
 
-save_caches = LateBound[..., Saving]()
+save_caches = LateBound[..., Saving]("attnmesh.store")
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
-load_caches = LateBound[..., tuple[Sequence[CacheProperties], dict[str, Tensor], str]]()
+load_caches = LateBound[..., tuple[Sequence[CacheProperties], dict[str, Tensor], str]]("attnmesh.store")
 """Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""

@@ -209,7 +209,7 @@ def _is_positive(number: object) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < BOUNDLESS
 
 
-measured = LateBound[[DeviceMesh | None, torch.dtype | None], Cluster]()
+measured = LateBound[[DeviceMesh | None, torch.dtype | None], Cluster]("attnmesh.setup")
 """Measures the ranks of a mesh, by messages between them. `setup.measure` binds it."""
 
 NVLINK = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 3.4 us (Simple), 6.6 + 0.6 (LL) for short messages"

@@ -14,11 +14,21 @@ class LateBound(Generic[P, R]):
     these methods at the value, whose room may not import the room that does the work. So the value's room declares a
     late-bound function, and the other room binds it: `setup` or `store`, which `import attnmesh` imports.
 
-    >>> twice = LateBound[[int], int]()
+    Args:
+        module: The module whose import binds the function.
+
+    >>> twice = LateBound[[int], int]("numbers.twice")
+    >>> twice(4)
+    Traceback (most recent call last):
+    RuntimeError: the import of numbers.twice binds this function, and it has not run yet
     >>> twice.bind(lambda x: 2 * x)
     >>> twice(4)
     8
     """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self._function: Callable[P, R] | None = None
 
     def bind(self, function: Callable[P, R]) -> None:
         """Call this function from now on."""
@@ -26,4 +36,6 @@ class LateBound(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function that was bound."""
+        if self._function is None:
+            raise RuntimeError(f"the import of {self.module} binds this function, and it has not run yet")
         return self._function(*args, **kwargs)
