@@ -23,7 +23,7 @@ from itertools import accumulate, chain, pairwise
 from math import lcm
 from operator import sub
 from types import FunctionType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Mask:
         if not self._is_valid():
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
-            *others, last = (function.__name__ for function in (*_REACHES, *_PARTS))
+            *others, last = (function.__name__ for function in (*_REACHES, *(part.make for part in _PARTS)))
             fix = f"make masks with {', '.join(others)} and {last}"
             expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
@@ -489,21 +489,25 @@ _REACHES: dict[Callable[..., Mask], str] = {
 }
 """Functions that say how far a query sees, each with a call of it, for errors."""
 
-_PARTS: dict[Callable[..., Mask], str] = {
-    Documents: "Documents(lengths)",
-    Chunks: "Chunks(size)",
-}
-"""Functions that say within which part of the sequence a query sees, each with a call of it.
 
-`check_mask` tells from the fields of a mask which of them has made it.
-"""
+class _Part(NamedTuple):
+    """A function that says within which part of the sequence a query sees."""
+
+    make: Callable[..., Mask]
+    call: str
+    """A call of it, for errors."""
+    field: str
+    """The field of `Mask` that it sets, by which a mask is known to be of this function."""
+
+
+_PARTS = (_Part(Documents, "Documents(lengths)", "ends"), _Part(Chunks, "Chunks(size)", "chunks"))
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = f"{', '.join(_REACHES.values())}, or one of them & {' or '.join(_PARTS.values())}"
-        calls = {Mask: "Mask()", **_REACHES, **{part: f"Causal() & {call}" for part, call in _PARTS.items()}}
+        expected = f"{', '.join(_REACHES.values())}, or one of them & {' or '.join(part.call for part in _PARTS)}"
+        calls = {Mask: "Mask()", **_REACHES, **{part.make: f"Causal() & {part.call}" for part in _PARTS}}
         if isinstance(mask, (FunctionType, type)) and mask in calls:
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {calls[mask]}")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
@@ -512,7 +516,7 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     for length in lengths:
         mask.check_length(subject, length)
     if mask.is_undirected and not torch.compiler.is_compiling():
-        alone = _PARTS[Documents if mask.ends else Chunks]
+        alone = next(part.call for part in _PARTS if getattr(mask, part.field))
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 
