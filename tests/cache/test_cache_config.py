@@ -7,7 +7,8 @@ import torch
 
 import attnmesh as am
 from attnmesh.cache.cache_config import CacheConfig, check_key_heads
-from attnmesh.core.mask import Mask
+from attnmesh.core.mask import FAR, Mask
+from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.errors import ShapeError
 from tests.support.truth.tolerances import assert_near
 
@@ -53,6 +54,15 @@ def test_a_code_gives_the_configuration(config: CacheConfig) -> None:
     assert CacheConfig.from_code(code) == config
     others = [other.to_code() for other in CONFIGS if other != config]
     assert code not in others
+
+
+def test_codes_in_files_keep_their_meaning() -> None:
+    sizes = [2, 3, 8, 4, 64, 16]
+    codes = [[*sizes, 1, 0], [*sizes, 1, 0, 5, 20, 0, 0], [*sizes, 0, 3], [*sizes, 1, 1], [2, 3, 8, 0, 64, 16, 1, 8]]
+    assert [config.to_code() for config in CONFIGS] == [*codes, [*sizes, 2, 3, 5, FAR, 0, 1, 8]]
+    spans = replace(WINDOW, mask=am.Spans([(3, 7)]) & am.Documents((30, 34)))
+    assert spans.to_code() == [*sizes, 1, 0, 5, FAR, 0, 0, 30, 64, -4, -8]
+    assert DTYPE_NAMES == ("float64", "float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("mask", [am.Window(20), am.Causal() & am.Chunks(8), am.Causal(), am.Window(200)], ids=str)

@@ -23,7 +23,7 @@ LARGEST = 2**48
 """The largest of the numbers of a cache: products of several fit 64 bits, or PyTorch says that they do not."""
 
 VALUES = ("separate", "prefix", "none")
-"""Values of `values=`. A file holds their numbers, and with them those of `storage=`."""
+"""Values of `values=`. A file holds their places in one number with those of `storage=`, so a new one changes it."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,10 @@ class CacheConfig:
             raise ShapeError("KVCache capacity", "tokens that fit the device's memory", given, fix) from error
 
     def to_code(self) -> list[int]:
-        """Return the configuration as integers, for a file or a message."""
+        """Return the configuration as integers, for a file or a message.
+
+        Files outlive a version: what changes the meaning of a number changes the `VERSION` of `store/manifest.py`.
+        """
         numbers = [
             *(getattr(self, name) for name in NUMBERS),
             DTYPE_NAMES.index(str(self.dtype).removeprefix("torch.")),

@@ -38,7 +38,7 @@ class Layout:
     """Type of the argument `layout=`, which takes `kinds`: dataclasses of whole numbers and tuples of them."""
 
     kinds: ClassVar[list[type["Layout"]]] = []
-    """Subclasses of this file, in order: codes have their places. No call takes another, whose shards nobody checks."""
+    """Subclasses of this file, in the order of `to_code`. No call takes another, whose shards nobody checks."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__ == __name__:
@@ -61,7 +61,10 @@ class Layout:
         raise NotImplementedError
 
     def to_code(self) -> list[int]:
-        """Return the layout as integers, for the schema of an operator: its kind, and arguments by their lengths."""
+        """Return the layout as integers, for the schema of an operator: its kind, and arguments by their lengths.
+
+        Only a graph of this process has them. Files and messages have none, so kinds may change their order.
+        """
         arguments = (getattr(self, field.name) for field in fields(self))
         numbers = ([-1, one] if isinstance(one, int) else [len(one), *one] for one in arguments)
         return [self.kinds.index(type(self)), *chain(*numbers)]

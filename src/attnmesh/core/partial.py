@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes of q, k and v. Files of caches hold their places: a new one comes last."""
 
 
 class Partial(NamedTuple):

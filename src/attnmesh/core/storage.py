@@ -71,7 +71,7 @@ class Storage:
 INT8, FP8_E4M3 = Storage("int8", torch.int8, 127.0), Storage("fp8_e4m3", torch.float8_e4m3fn, 448.0)
 
 STORAGES = {storage.name: storage for storage in (INT8, FP8_E4M3)}
-"""Values of `storage=`, beside None. A file holds their numbers, counted from 1."""
+"""Values of `storage=`, beside None. Files of caches hold their places, counted from 1: a new one comes last."""
 
 
 def storage_of(x: Tensor) -> Storage | None:
