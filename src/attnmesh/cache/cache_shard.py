@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.frozen_piece import FrozenPiece
+from attnmesh.errors import KernelError
 from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, USED, CacheView
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
@@ -17,6 +19,11 @@ from attnmesh.runtime.tensors import Tensors
 
 NEWEST_TOKENS = 16
 """Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
+
+
+def raise_in_pieces(subject: str, given: str) -> NoReturn:
+    """Raise for a cache in a graph, of which the kernel reads one piece."""
+    raise KernelError(subject, "a cache of one piece in a graph", given, "decode with copy.deepcopy(cache)")
 
 
 class CacheShard(ABC):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import RankCounts
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.cache_shard import CacheShard, raise_in_pieces
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.memory_shard import usual_slots
 from attnmesh.cache.token_counter import TokenCounter
@@ -130,8 +130,7 @@ class LocalShards:
         """Raise unless a compiled step can read the tokens, in one piece."""
         self.own.check_in_graph(subject)
         if self.forked:
-            expected, fix = "a cache of one piece in a graph", "decode with copy.deepcopy(cache)"
-            raise KernelError(subject, expected, "a forked cache", fix)
+            raise_in_pieces(subject, "a forked cache")
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_shard import raise_in_pieces
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.memory_shard import MemoryShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
@@ -347,8 +348,7 @@ class FolderShard(OrderedShard):
 
     def check_in_graph(self, subject: str) -> None:
         """Refuse the pieces of files."""
-        expected, fix = "a cache of one piece in a graph", "decode with copy.deepcopy(cache)"
-        raise KernelError(subject, expected, "one in a folder", fix)
+        raise_in_pieces(subject, "one in a folder")
 
     def check_order(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""

@@ -14,7 +14,7 @@ from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
-from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
+from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts, raise_other_shards
 from attnmesh.hf.transformers_names import DIVERGENCE, ROLLOUTS
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.sharding import shard
@@ -79,8 +79,7 @@ class MeshDistillation(MeshRollouts):
         layouts = [*self.sequences_by_layout]
         (sequence, moved), *others = self.sequences_by_layout.values()
         if others:
-            given, fix = " and ".join(map(str, layouts)), 'leave layout="auto" and shape="auto" out'
-            raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
+            raise_other_shards(" and ".join(map(str, layouts)))
         target_mask = pad(mask, (sequence.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
         target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
         own_mask = shard(target_mask, sequence.mesh, layout=sequence.layout, dim=1).bool()

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.errors import KernelError
 from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.batch_sharder import ShardedOutput
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
-from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
+from attnmesh.hf.training.rollouts import MeshRollouts, raise_other_shards
 from attnmesh.hf.transformers_names import GKD, ROLLOUTS
 
 
@@ -50,9 +49,7 @@ class MeshGKD(MeshRollouts):
         student: ShardedOutput = outputs.logits
         is_same = student.sequence == teacher.sequence
         if not is_same:
-            given = f"{student.sequence.layout} and {teacher.sequence.layout}"
-            fix = 'leave layout="auto" and shape="auto" out'
-            raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
+            raise_other_shards(f"{student.sequence.layout} and {teacher.sequence.layout}")
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.sequence.ranks)}
         loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)

@@ -5,7 +5,7 @@ What PyTorch computes from labels is followed as far as a loss goes: the losses 
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -100,8 +100,7 @@ class LossSum(ShardTensor):
         label_counts = self.sequence.label_counts
         fits = count >= sum(label_counts) or count not in label_counts
         if not fits:
-            given = "the labels of one rank"
-            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
+            _raise_wrong_count("the labels of one rank")
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise unless the divisor is the batch's count: the labels of all ranks divided by the number of ranks."""
@@ -114,7 +113,11 @@ class LossSum(ShardTensor):
             given = "the labels of one rank"
         # Not an ArgumentError: where an operator raises a TypeError, PyTorch computes it in another way.
         if given:
-            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
+            _raise_wrong_count(given)
+
+
+def _raise_wrong_count(given: str) -> NoReturn:
+    raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
 
 class ItemCount(ShardTensor):

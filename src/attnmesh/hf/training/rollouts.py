@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import gcd
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,12 @@ BY_MESH, ON_ONE_DEVICE = (
     "leave it out, or train on one device",
 )
 """Fixes in errors about other ways to draw completions, and about options that need one process."""
+
+
+def raise_other_shards(given: str) -> NoReturn:
+    """Raise for two models whose outputs have other shards, so that ranks cannot compare them."""
+    fix = 'leave layout="auto" and shape="auto" out'
+    raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
 
 
 class MeshRollouts:
