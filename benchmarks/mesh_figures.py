@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.layout import Layout, Packed, check_layout
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.errors import LayoutError, MeshError, checked_count
+from attnmesh.errors import LayoutError, MeshError, check_count
 from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape
@@ -78,7 +78,7 @@ def draw_mesh(mask: Mask, shape: Shape, layouts: Sequence[Layout], length: int) 
     """
     from matplotlib.figure import Figure
 
-    checked_count("draw_mesh length", length, "count the tokens to draw")
+    check_count("draw_mesh length", length, "count the tokens to draw")
     if not isinstance(shape, Shape) or min(shape) < 1:
         raise MeshError("draw_mesh shape", "a Shape of 1 or more each way", repr(shape), "pass Shape(1, 2, 2)")
     if not isinstance(layouts, Sequence) or not layouts:

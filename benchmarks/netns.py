@@ -39,7 +39,7 @@ from attnmesh.cli.launch import (
     run_work,
 )
 from attnmesh.errors import ClusterError
-from attnmesh_command.shared_options import checked_ranks
+from attnmesh_command.shared_options import check_ranks
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -103,7 +103,10 @@ World = int | Hosts
 
 def world_of(ranks: int, hosts: str | None) -> World:
     """Return the world of a command's `--ranks` and `--hosts`."""
-    return checked_ranks(ranks) if hosts is None else Hosts.parse(hosts)
+    if hosts is not None:
+        return Hosts.parse(hosts)
+    check_ranks(ranks)
+    return ranks
 
 
 def ranks_of(world: World) -> int:

@@ -156,22 +156,26 @@ def type_and_shape(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def checked_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
-    """Return value as an int, or raise unless it is a whole number of at least `least`, of any integer type."""
+def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> None:
+    """Raise unless value is a whole number of at least `least`, of any integer type."""
     try:
         count = value if isinstance(value, int) else operator.index(value)
     except TypeError:
         count = least - 1
     if isinstance(value, bool) or count < least:
         raise error(subject, f"a whole number, {least} or more", repr(value), fix)
-    return count
 
 
-def checked_int(subject: str, number: int, least: int, fix: str) -> int:
-    """Return the number, or raise unless it is an int of Python of at least `least`: JSON has no other integers."""
+def checked_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
+    """Return value as an int of Python, or raise as `check_count` does."""
+    check_count(subject, value, fix, least=least, error=error)
+    return value if isinstance(value, int) else operator.index(value)
+
+
+def check_int(subject: str, number: int, least: int, fix: str) -> None:
+    """Raise unless the number is an int of Python of at least `least`: JSON has no other integers."""
     if type(number) is not int or number < least:
         raise ShapeError(subject, f"a whole number, {least} or more", repr(number), fix)
-    return number
 
 
 def check_choice(

@@ -35,8 +35,8 @@ from attnmesh_command.shared_options import (
     WeightsOption,
     check_caches,
     check_deadline,
+    check_ranks,
     check_weights,
-    checked_ranks,
     mesh_of_shares,
 )
 
@@ -113,7 +113,7 @@ def check_world(mesh: str, ranks: int | None) -> None:
     """Raise on a mesh that is none, or of other ranks; torchrun's are compared when they have met."""
     named_ranks = ranks_of_axes(mesh)
     if not under_torchrun():
-        checked_ranks(ranks or named_ranks)
+        check_ranks(ranks or named_ranks)
         if ranks is not None:
             check_ranks_of_mesh(mesh, ranks)
 

@@ -17,7 +17,7 @@ from attnmesh_command.option_texts import (
     length_of,
     recurrent_of,
 )
-from attnmesh_command.shared_options import AsJson, KvOption, OutFile, Verbose, check_kv, checked_ranks, writable
+from attnmesh_command.shared_options import AsJson, KvOption, OutFile, Verbose, check_kv, check_ranks, writable
 
 ClusterOption = Annotated[
     str,
@@ -231,7 +231,7 @@ class ProbeOptions:
     out: OutFile = None
 
     def __post_init__(self) -> None:
-        checked_ranks(self.ranks)
+        check_ranks(self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

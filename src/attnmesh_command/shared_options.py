@@ -88,11 +88,10 @@ def check_weights(weights: str, mesh: str) -> None:
     check_option(not tp, "--weights shared", "a mesh without tp, which shares weights itself", mesh, "leave one out")
 
 
-def checked_ranks(ranks: int) -> int:
-    """Return the number of ranks, or raise if one machine cannot run them."""
+def check_ranks(ranks: int) -> None:
+    """Raise if one machine cannot run so many ranks."""
     expected, fix = f"1 to {MAX_RANKS:,} ranks on this machine", "ask for what one machine can run"
     check_option(1 <= ranks <= MAX_RANKS, "--ranks", expected, f"{ranks:,}", fix)
-    return ranks
 
 
 def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str, shares: str | None) -> None:

@@ -17,8 +17,8 @@ from attnmesh.errors import (
     ShapeError,
     VersionError,
     check_choice,
+    check_int,
     checked_count,
-    checked_int,
     short,
     type_and_shape,
     warn_once,
@@ -68,7 +68,7 @@ def test_other_values_are_no_count(value: Any) -> None:
     with pytest.raises(KernelError, match=r"test: expected a whole number, 2 or more, given .*Fix: pass one"):
         checked_count("test", value, "pass one", least=2, error=KernelError)
     with pytest.raises(ShapeError, match="a whole number, 2 or more"):
-        checked_int("test", value, 2, "pass one")
+        check_int("test", value, 2, "pass one")
 
 
 def test_true_is_no_count_although_python_has_it_for_1() -> None:
@@ -77,9 +77,9 @@ def test_true_is_no_count_although_python_has_it_for_1() -> None:
 
 
 def test_a_number_for_json_is_an_int_of_python() -> None:
-    assert checked_int("test", 2, 2, "pass one") == 2
+    check_int("test", 2, 2, "pass one")
     with pytest.raises(ShapeError):
-        checked_int("test", np.int64(2), 2, "pass one")  # type: ignore[arg-type]
+        check_int("test", np.int64(2), 2, "pass one")  # type: ignore[arg-type]
 
 
 def test_a_choice_is_one_of_some_texts() -> None:

@@ -32,7 +32,7 @@ from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_c
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.core.mask import Mask
-from attnmesh.errors import DtypeError, ShapeError, checked_count
+from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
@@ -271,7 +271,7 @@ class KVCache(CacheProperties):
 
         with self.guard.agreement("append_shard", always=True) as agreement:
             new.check_shard(self.config, self.device, positions, self.rank_mesh.ranks)
-            checked_count("append_shard queries", queries, "count the last tokens to decode")
+            check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.own_shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
         reports = self.own_shard.block_cyclic.reports_in(table)

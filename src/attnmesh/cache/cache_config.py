@@ -13,7 +13,7 @@ from attnmesh.cache.window import check_window
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES, Storage
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, checked_int
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -106,7 +106,8 @@ class CacheConfig:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
-            size = checked_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
+            size = getattr(self, name)
+            check_int(f"KVCache {name}", size, least, f"pass a Python int of {least} or more")
             if size > LARGEST:
                 raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{size:,}", "pass a smaller one")
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPE_NAMES:
@@ -138,7 +139,7 @@ class CacheConfig:
         """Raise unless the newest tokens can be in a memory of their own."""
         if self.hot is None:
             return
-        checked_int("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
+        check_int("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
         if self.mask is not None:
             fix = "leave hot= out: the window alone is in memory"
             raise KernelError("KVCache hot", "a cache that keeps all tokens", f"mask={self.mask}", fix)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.errors import MaskError, ShapeError, checked_int
+from attnmesh.errors import MaskError, ShapeError, check_int
 
 
 class WindowStart(NamedTuple):
@@ -25,7 +25,7 @@ class WindowStart(NamedTuple):
 
 def check_window(mask: Mask | None, keep: int) -> None:
     """Raise unless a cache can forget tokens by this mask, and keep this many for truncation."""
-    checked_int("KVCache keep", keep, 0, "count the tokens to go back as an int")
+    check_int("KVCache keep", keep, 0, "count the tokens to go back as an int")
     if mask is None:
         if keep != 0:
             fix = "pass mask= too, or leave keep out: truncate goes back to any token"

@@ -19,7 +19,7 @@ from attnmesh.errors import (
     KernelError,
     MaskError,
     ShapeError,
-    checked_count,
+    check_count,
     short,
     type_and_shape,
 )
@@ -145,7 +145,7 @@ def agree_on_call(
         _check_options(model, options)
         for name in ("chunk_size", "prefill_chunk_size"):
             if options.get(name) is not None:
-                checked_count(f"{name}", options[name], "count the tokens of a chunk, or leave it out")
+                check_count(f"{name}", options[name], "count the tokens of a chunk, or leave it out")
         if cache is not None:
             _check_cache(cache, ids)
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens

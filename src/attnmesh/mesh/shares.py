@@ -17,9 +17,15 @@ MEMORY_SHARE_OF_KEYS = 0.75
 
 
 def checked_shares(subject: str, shares: object, ranks: int, *, auto: bool = True) -> tuple[float, ...] | None:
-    """Return the shares as a tuple; None for even shares and for "auto". Raise unless each rank has a positive one."""
+    """Return the shares as a tuple; None for even shares and for "auto". Raise as `check_shares` does."""
+    check_shares(subject, shares, ranks, auto=auto)
+    return tuple(shares) if isinstance(shares, (tuple, list)) else None
+
+
+def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True) -> None:
+    """Raise unless shares are even, as None, or measured, as "auto", or each rank has a positive one."""
     if shares is None or (auto and isinstance(shares, str) and shares == "auto"):
-        return None
+        return
     subject, given = f"{subject} shares", repr(shares)
     numbers = tuple(shares) if isinstance(shares, (tuple, list)) else ()
     if len(numbers) != ranks or not all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers):
@@ -31,7 +37,6 @@ def checked_shares(subject: str, shares: object, ranks: int, *, auto: bool = Tru
     if max(numbers) > MAX_RATIO * min(numbers):
         expected = f"numbers of which none is {MAX_RATIO} times another"
         raise ShapeError(subject, expected, given, "leave the rank of the least one out")
-    return numbers
 
 
 def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), needed: float = 0.0) -> tuple[int, ...]:

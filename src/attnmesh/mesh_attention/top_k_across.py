@@ -12,7 +12,7 @@ from attnmesh.comm.rank_merge import best_across
 from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.selection import NO_INDEX
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, checked_count, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, type_and_shape
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import custom_operator
@@ -89,7 +89,7 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
             raise ShapeError(subject, f"numbers from 0 to {NO_INDEX}", f"{first} to {last}", fix)
     if type(k) is not int:
         raise ShapeError("top_k_across k", "a whole number, 1 or more", repr(k), "count the keys to find as an int")
-    checked_count("top_k_across k", k, "find at least one key")
+    check_count("top_k_across k", k, "find at least one key")
     if not isinstance(unique, bool):
         fix = "pass unique=True if one index has scores on several ranks"
         raise ArgumentError("top_k_across unique", "True or False", repr(unique), fix)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.comm.p2p import Channel
-from attnmesh.errors import DtypeError, ShapeError, checked_count
+from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.recurrent.head_exchange import first_tokens, own_token_count
@@ -166,6 +166,6 @@ def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
     if not x.is_floating_point():
         raise DtypeError("halo x", "a tensor of floats", f"{x.dtype}", "cast it with .float()")
-    checked_count("halo size", size, "pass the width of the convolution less one", least=0)
+    check_count("halo size", size, "pass the width of the convolution less one", least=0)
     if type(dim) is not int or not -x.ndim <= dim < x.ndim:
         raise ShapeError("halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), "pass the dim of the tokens")

@@ -36,8 +36,8 @@ from attnmesh.store.layer_files import (
     PieceSums,
     RowShapes,
     check_chain,
+    check_filling,
     check_whole_piece,
-    checked_filling,
     extend_chain,
     make_filling,
     make_whole,
@@ -119,7 +119,7 @@ class FolderShard(OrderedShard):
                 self._fill(make_filling(files, piece_index, self.shapes), 0, last.length)
             else:
                 piece = open_filling(files, piece_index, self.shapes)
-                checked_filling(files.filling(piece_index), piece, journal)
+                check_filling(files.filling(piece_index), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
     def adopt_save(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:

@@ -218,7 +218,9 @@ class LastPieceFile:
             self.piece = _map_piece(file, MappedFile(path, private=True), shapes.named(layer))
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
-        self.count = checked_filling(path, self.piece, journal)
+        check_filling(path, self.piece, journal)
+        self.count = journal.last.stop - journal.records[0].stop
+        """Rows that are tokens."""
         self.tensors = dict(zip(shapes.named(layer), (*self.piece.kv_tensors, self.piece.token_index), strict=True))
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -227,14 +229,13 @@ class LastPieceFile:
         return x[:, :, : self.count].clone() if x.ndim == 4 else x[: self.count].clone()
 
 
-def checked_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
-    """Return the rows of the last piece that are tokens. Raise unless they are as they were written."""
+def check_filling(path: Path, piece: MappedPiece, journal: Journal) -> None:
+    """Raise unless the rows of the last piece that are tokens are as they were written."""
     base = journal.records[0].stop
     for _, start, stop, _, digest in journal.records[1:]:
         fits = 0 <= start - base <= stop - base <= PIECE_TOKENS
         if not fits or (start < stop and piece.digest(start - base, stop - base) != digest):
             raise StoreError("load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
-    return journal.last.stop - base
 
 
 def read_piece(path: Path, layer: int, shapes: RowShapes, tokens: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from attnmesh.cache.make_shards import check_ranks_in_folder
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.comm.merges import check_merge
 from attnmesh.decoding.step_checks import check_reproducible
-from attnmesh.errors import KernelError, ShapeError, checked_count
+from attnmesh.errors import KernelError, ShapeError, check_count
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import (
     check_keys,
@@ -77,7 +77,7 @@ class CacheSettings:
         check_compare_option("ShardedCache", self.checked)
         if not isinstance(self.windows, bool):
             raise KernelError("ShardedCache windows", "True or False", repr(self.windows), "leave it at True")
-        checked_count("ShardedCache keep", self.keep, "count the tokens that crop may remove", least=0)
+        check_count("ShardedCache keep", self.keep, "count the tokens that crop may remove", least=0)
         for name in ("storage", "window_storage"):
             check_storage(f"ShardedCache {name}", getattr(self, name))
         self._check_memory(config)
@@ -104,14 +104,14 @@ class CacheSettings:
             check_ranks_in_folder("ShardedCache folder", self.copies, self.shares)
         if self.hot is not None:
             subject, fix = "ShardedCache hot", "leave hot= out"
-            checked_count(subject, self.hot, "count the newest tokens to keep on the device, or leave it out")
+            check_count(subject, self.hot, "count the newest tokens to keep on the device, or leave it out")
             _check_plain(config, subject, fix)
             if self.copies != 1:
                 raise KernelError(subject, "one rank of each token", f"copies={self.copies}", fix)
         if self.capacity is not None:
-            checked_count("ShardedCache capacity", self.capacity, "count prompt and new tokens, or leave it out")
+            check_count("ShardedCache capacity", self.capacity, "count prompt and new tokens, or leave it out")
         if self.block is not None:
-            checked_count("ShardedCache block", self.block, "leave it out")
+            check_count("ShardedCache block", self.block, "leave it out")
 
     def _check_ranks(self, config: PreTrainedConfig, ranks: int) -> None:
         """Raise unless `ranks` ranks can hold the tokens, in the given copies and shares."""

@@ -19,7 +19,7 @@ from attnmesh.errors import (
     MeshError,
     ShapeError,
     TooLong,
-    checked_count,
+    check_count,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, none_if_all_text, without_absent
 from attnmesh.hf.models import (
@@ -130,7 +130,7 @@ class Engine:
             check_can_decode_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
-                    checked_count(f"{SUBJECT} {name}", limit, "pass a positive int")
+                    check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
             _check_options(max_gap, store, cache_options.get("folder"))
             if max_model_len is not None and context is not None and max_model_len > context:
                 expected = f"at most {context}"
@@ -250,7 +250,7 @@ class Engine:
         """Raise unless the model knows the tokens of a request, and its context and the memory hold all of them."""
         config = self.model.config.get_text_config(decoder=True)
         vocab_size = vocabulary_size(self.model)
-        checked_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
+        check_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
         expected = f"tokens from 0 to {vocab_size - 1}, as ints"
         fix = "use this model's tokenizer, and tokens.tolist()"
         known = all(type(token) is int and 0 <= token < vocab_size for token in request.ids)

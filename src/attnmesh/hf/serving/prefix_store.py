@@ -12,7 +12,7 @@ from transformers import __version__ as transformers_version
 
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
-from attnmesh.errors import ArgumentError, KernelError, checked_count
+from attnmesh.errors import ArgumentError, KernelError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.generation_checkpoint import IGNORED_CONFIG
@@ -50,7 +50,7 @@ class PrefixStore:
     def check(self, model: PreTrainedModel, cache: ShardedCache) -> None:
         """Raise unless the store can keep prefixes of the model, in caches like this one."""
         for name, size in (("memory", self.memory), ("disk", self.disk)):
-            checked_count(f"{STORE_SUBJECT} {name}", size, "count the bytes as an int", error=ArgumentError)
+            check_count(f"{STORE_SUBJECT} {name}", size, "count the bytes as an int", error=ArgumentError)
         if is_compressed(model.config):
             given = f"{model.config.model_type}, which compresses them"
             raise KernelError(STORE_SUBJECT, "a model that keeps keys of tokens", given, "leave the store out")

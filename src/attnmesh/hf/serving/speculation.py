@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, InputError, KernelError, checked_count
+from attnmesh.errors import ArgumentError, InputError, KernelError, check_count
 from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.guesses import Guesser
@@ -91,7 +91,7 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
         fix = "use a model with the same tokenizer"
         raise ArgumentError(DRAFT, f"a model of the same {sizes[0]} tokens", f"one of {sizes[1]}", fix)
     most = DEFAULT_GUESSES if most is None else most
-    checked_count(f"{DRAFT}_tokens", most, "pass a positive int")
+    check_count(f"{DRAFT}_tokens", most, "pass a positive int")
     if most > MAX_GUESSES:
         raise ArgumentError(f"{DRAFT}_tokens", f"at most {MAX_GUESSES}", str(most), "pass a smaller number")
     return Speculation(DRAFT, int(most), draft)
