@@ -1,6 +1,7 @@
 """Decoding of a shard: each rank has the queries of some of the cache's last tokens, and gets their outputs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial as partial_of
 
 import torch
@@ -49,7 +50,7 @@ def decode_shard(
         owners = queries.owners(cache.rank_mesh, cache.token_axis)
         like_all_queries = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
-        spec = spec_of_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
+        spec = spec_of_step(replace(inputs, q=like_all_queries) if selected is None else inputs, options, {})
         spec = spec_with_bias(inputs, scores.distance_bias, spec)
         agreement.compare(partial_of(_fields, queries, cache, spec))
     heads_axis = cache.rank_mesh.heads

@@ -65,16 +65,23 @@ class PreparedStep:
         `inputs` have the heads of this rank. The CPU reads nothing of a device.
         """
         spec = self.spec
-        q, _, sinks, key_lengths, selected, other_partial, _ = inputs  # unpacked: hot path, see `known_steps.py`
+        q, sinks, lengths = inputs.q, inputs.sinks, inputs.key_lengths
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
-        block = spec.block if spec.reproducible else None
         if sinks is not None and (spec.reproducible or spec.token_axis.index > 0):
             sinks = None  # the first rank adds them; `finish` does in a reproducible step, on any number of ranks
-        lengths = None if key_lengths is None else key_lengths.to(q.device)
-        into = blank.partial
-        query = DecodeQuery(q, spec.mask, spec.scaling, spec.capacity, sinks, block, into, lengths, other_partial)
+        query = DecodeQuery(
+            q,
+            spec.mask,
+            spec.scaling,
+            spec.capacity,
+            sinks=sinks,
+            partial_block=spec.block if spec.reproducible else None,
+            into=blank.partial,
+            key_lengths=None if lengths is None else lengths.to(q.device),
+            other_partial=inputs.other_partial,
+        )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
-        return attend(query, views, selected), blank
+        return attend(query, views, inputs.selected), blank
 
     def merge(
         self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
@@ -88,7 +95,7 @@ class PreparedStep:
     def finish(self, merged: Partial, inputs: StepInputs, views: Sequence[CacheView]) -> Tensor:
         """Return the output of this rank's heads. `inputs` are those of `attend`."""
         spec = self.spec
-        q, _, sinks, key_lengths, _, _, _ = inputs
+        q, sinks, key_lengths = inputs.q, inputs.sinks, inputs.key_lengths
         out = merged.out
         if spec.reproducible:
             if sinks is not None and spec.output == "heads":

@@ -1,6 +1,7 @@
 """A step of decoding: its options with the axes and sizes of its cache, which an operator can carry; and its inputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -98,7 +99,8 @@ LENGTH_WEIGHT = GOLDEN_GAMMA
 """Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
 
 
-class StepInputs(NamedTuple):
+@dataclass(eq=False, slots=True)
+class StepInputs:
     """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
 
     q: Tensor
@@ -129,7 +131,7 @@ class StepInputs(NamedTuple):
         heads = spec.heads_axis.slice_of(self.q.shape[1])
         own_sinks = None if self.sinks is None else self.sinks[heads]
         own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)
-        return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
+        return replace(self, q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
     def parts_to_compare(
         self, facts: tuple[Any, ...], views: Sequence[CacheView]
@@ -138,22 +140,22 @@ class StepInputs(NamedTuple):
 
         The hash is of the facts, and of numbers that change between calls.
         """
-        q, caches, sinks, key_lengths, selected, _, history = self  # hot path, see `known_steps.py`
-        tensors = [q] if sinks is None else [q, sinks]
+        tensors = [self.q] if self.sinks is None else [self.q, self.sinks]
         values: list[int] = []
-        for cache in caches:
+        for cache in self.caches:
             values.append(cache.history.digest)
+        key_lengths = self.key_lengths
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device
             tensors.append(key_lengths)
-        if selected is not None:
-            tensors.append(selected.indices)
+        if self.selected is not None:
+            tensors.append(self.selected.indices)
         device_counts = views[0].device_counts
         for view in views[1:]:  # modulo 2^64. With small weights, lengths (3, 5) and (5, 4) could have one sum
             device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
-        if history is not None:
-            device_counts = torch.add(device_counts, history, alpha=LENGTH_WEIGHT)
+        if self.history is not None:
+            device_counts = torch.add(device_counts, self.history, alpha=LENGTH_WEIGHT)
         return tensors, hash_of_call(facts, *values), device_counts
 
 

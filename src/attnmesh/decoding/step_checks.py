@@ -1,6 +1,7 @@
 """Checks of the inputs of a step of decoding. Each raises an error of `attnmesh.errors`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Never
 
 import torch
@@ -53,7 +54,7 @@ def inputs_and_spec(
     spec = spec_of_step(inputs, options, unsupported)
     _check_other_partial(inputs, spec)
     spec = spec_with_bias(inputs, distance_bias, spec)
-    return inputs._replace(q=with_distance_bias(inputs.q, distance_bias)), spec
+    return replace(inputs, q=with_distance_bias(inputs.q, distance_bias)), spec
 
 
 def spec_of_step(

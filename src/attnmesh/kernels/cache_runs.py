@@ -7,6 +7,7 @@ slots on its device, where no CPU may look.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -266,7 +267,7 @@ class CachedAttention:
             if launch is None or not launch(q, piece.keys, piece.values, total, run.band, start, run.stop - start):
                 self._compute(q, run, total)
         else:
-            self._attend_groups(query._replace(q=q), runs, total)
+            self._attend_groups(query if q is query.q else replace(query, q=q), runs, total)
         if selected is not None:
             length = views[0].device_counts[LENGTH]
             total.out.copy_(nan_where_faulty(total.out, selected, length))
@@ -285,7 +286,7 @@ class CachedAttention:
             if len(group) == 1:
                 partials.append(self.in_place_kernel.attend_cache(group_query, group[0].piece))
                 continue
-            plain = group_query._replace(sinks=None, into=None)
+            plain = replace(group_query, sinks=None, into=None)
             merged = merge_partials([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
             partials.append(copy_into(with_sinks(merged, group_query.sinks), group_query.into))
         if len(partials) == 1:

@@ -3,6 +3,7 @@
 The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the CPU.
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
 
 
-class DecodeQuery(NamedTuple):
+@dataclass(eq=False, slots=True)
+class DecodeQuery:
     """The queries of a decode step, and the options of its attention."""
 
     q: Tensor
@@ -49,7 +51,7 @@ class DecodeQuery(NamedTuple):
         one = slice(index, index + 1)
         into, other_partial = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_partial))
         key_lengths = None if self.key_lengths is None else self.key_lengths[one]
-        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_partial=other_partial)
+        return replace(self, q=self.q[one], into=into, key_lengths=key_lengths, other_partial=other_partial)
 
 
 class CacheView(NamedTuple):

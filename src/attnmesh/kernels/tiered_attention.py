@@ -7,6 +7,7 @@ case only the slots that some query sees are read. The device attends its own sl
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,10 +53,10 @@ class TieredAttention(CachedAttention):
         tiers = [view.cpu_part for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
-        plain = query._replace(sinks=None, into=None, other_partial=None)
+        plain = replace(query, sinks=None, into=None, other_partial=None)
         queries = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
         begun = [self._begin(own, tier, selected) for own, tier in zip(queries, tiers, strict=True)]
-        newer = super().attend(plain._replace(into=self._blank(query.q)), [v.device_part for v in views], selected)
+        newer = super().attend(replace(plain, into=self._blank(query.q)), [v.device_part for v in views], selected)
         older = [end() for end in begun]
         parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
         parts += [] if query.other_partial is None else [query.other_partial]
@@ -70,9 +71,9 @@ class TieredAttention(CachedAttention):
             return lambda: identity(query.q, self.quantized_attention.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
         if selected is None and self._is_upload_faster(query, tier):
-            return lambda: self._attend_uploaded(query, query._replace(key_lengths=lengths), tier)
+            return lambda: self._attend_uploaded(query, replace(query, key_lengths=lengths), tier)
         chosen = None if selected is None else Selection(selected.indices.cpu(), selected.block)
-        moved = query._replace(q=query.q.cpu(), key_lengths=lengths)
+        moved = replace(query, q=query.q.cpu(), key_lengths=lengths)
         return lambda: Partial(*(x.to(query.q.device) for x in self._attend_on_cpu(moved, tier, chosen)))
 
     def _attend_on_cpu(self, query: DecodeQuery, tier: CacheView, selected: Selection | None = None) -> Partial:
@@ -88,7 +89,7 @@ class TieredAttention(CachedAttention):
         """Return the partial of the slots that are seen, which come to the device part by part."""
         total = identity(query.q, self.quantized_attention.value_dim, query.q.dtype)
         for part in _uploaded(query.q.device, cpu_query, tier):
-            partial = super().attend(query._replace(into=self._blank(query.q)), [part])
+            partial = super().attend(replace(query, into=self._blank(query.q)), [part])
             total = merge_partials([total, partial])
         return total
 
@@ -103,10 +104,10 @@ class TieredAttention(CachedAttention):
             return False
         slot_bytes = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
         sample = tier.first(min(slots, max(FEWEST, SAMPLE_BYTES // slot_bytes)))
-        sample_query = query._replace(mask=Causal(), key_lengths=None)
+        sample_query = replace(query, mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
         sampler = TieredAttention(*self.quantized_attention)
-        moved = sample_query._replace(q=sample_query.q.cpu())
+        moved = replace(sample_query, q=sample_query.q.cpu())
         seconds = [
             _seconds(lambda: sampler._attend_on_cpu(moved, sample), sample_query.q),
             _seconds(lambda: sampler._attend_uploaded(sample_query, sample_query, sample), sample_query.q),
