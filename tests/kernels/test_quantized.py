@@ -44,10 +44,14 @@ class StoredProblem(NamedTuple):
         order = {"q_positions": positions[-self.q.shape[2] :], "k_positions": positions, "kernel": "reference"}
         return am.attend(self.q.double(), self.k, self.v, mask=mask, selected=selected, **order)
 
-    def run(self, band: Band | SelectedKeys | None = None, counts: list[int] | None = None) -> Partial:
+    def run(self, band: Band | None = None, counts: list[int] | None = None) -> Partial:
         """Return the native kernel's partial."""
-        attention = QuantizedAttention(NATIVE, Scaling(self.q.shape[-1] ** -0.5), self.v.shape[-1])
-        return attention.attend(self.q, self.keys, self.values, band, counts)
+        return self.attention.attend(self.q, self.keys, self.values, band, counts)
+
+    @property
+    def attention(self) -> QuantizedAttention:
+        """Attention by the native kernel."""
+        return QuantizedAttention(NATIVE, Scaling(self.q.shape[-1] ** -0.5), self.v.shape[-1])
 
 
 SIZES = ((128, 128), (64, 64), (64, 32), (96, 96), (192, 128), (256, 256), (40, 18), (6, 150), (576, 512))
@@ -93,7 +97,8 @@ def test_selected_rows_are_read_in_place(storage: str, dtype: torch.dtype, monke
     given = problem(storage, dtype, 128, 64)
     indices = torch.stack([torch.randperm(700)[:50] for _ in range(2)]).view(2, 1, 1, 50).int()
     last = torch.full((1,), 699)
-    found = given.run(SelectedKeys(Selection(indices), torch.zeros(1, dtype=torch.long), last))
+    selected = SelectedKeys(Selection(indices), torch.zeros(1, dtype=torch.long), last)
+    found = given.attention.attend_selected(given.q, given.keys, given.values, selected)
     picked = indices[:, 0, 0].long()
     k, v = (torch.stack([x[row][:, picked[row]] for row in range(2)]) for x in (given.k, given.v))
     for x, right in zip(found, given._replace(k=k, v=v).truth(), strict=True):

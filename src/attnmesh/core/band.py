@@ -25,6 +25,10 @@ class Band:
             return Band(first.clamp(max=k_positions), (last + 1).clamp(0, k_positions))
         return Band(torch.searchsorted(k_positions, first), torch.searchsorted(k_positions, last, right=True))
 
+    def select_heads(self, heads: slice) -> "Band":
+        """Return the band of some key heads, which is that of all."""
+        return self
+
     def select_queries(self, start: int, stop: int, key: int) -> "Band":
         """Return the band of the queries from start to stop, with key indices relative to `key`."""
         return Band(self.low[start:stop] - key, self.high[start:stop] - key)

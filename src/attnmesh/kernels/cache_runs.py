@@ -340,7 +340,11 @@ class CachedAttention:
         attention = self.quantized_attention
         if run.bias_positions is not None:
             attention = attention.with_positions(*run.bias_positions)
-        copy_into(attention.attend(q, *_slots(run), run.band if run.selected is None else run.selected), into)
+        if run.selected is None:
+            partial = attention.attend(q, *_slots(run), run.band)
+        else:
+            partial = attention.attend_selected(q, *_slots(run), run.selected)
+        copy_into(partial, into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[SlotRun], block: int) -> Partial:
         """Return the merge along the tree over blocks of one partial per block."""

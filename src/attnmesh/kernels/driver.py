@@ -26,6 +26,9 @@ from attnmesh.kernels.rectangles import (
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
 
+VisibleKeys = Band | SelectedKeys
+"""The keys that each query sees: a run of them, which kernels attend, or selected ones, which are read one by one."""
+
 KeyCounts = Sequence[int] | None
 """Number of leading keys that each sequence of a batch sees; None for all keys."""
 
@@ -49,13 +52,13 @@ def attend_band(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    band: Band | SelectedKeys | None,
+    band: VisibleKeys | None,
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Partial:
     """Return attention over the band, in q's dtype or wider. Empty rows give the identity `(0, -inf)`.
 
-    Without a band every row sees every key; `counts` is then None. Selected keys do not depend on the kernel.
+    Without a band every row sees every key; `counts` is then None. For selected keys the kernel is not called.
     """
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
@@ -83,7 +86,7 @@ def backward_band(
     k: Tensor,
     v: Tensor,
     inputs: BackwardInputs,
-    band: Band | SelectedKeys,
+    band: VisibleKeys,
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Gradients:

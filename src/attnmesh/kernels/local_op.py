@@ -17,7 +17,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import attend_band, backward_band, visible_counts
+from attnmesh.kernels.driver import VisibleKeys, attend_band, backward_band, visible_counts
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.prepared_local import PreparedLocal, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
@@ -196,9 +196,7 @@ def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: T
     return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
-def _band(
-    q: Tensor, k: Tensor, visible: Visible
-) -> tuple[Band | SelectedKeys, list[int] | None, Tensor | None, Tensor | None]:
+def _band(q: Tensor, k: Tensor, visible: Visible) -> tuple[VisibleKeys, list[int] | None, Tensor | None, Tensor | None]:
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys.
 
     Selected keys come instead of the band. They need no order of the queries.

@@ -34,19 +34,14 @@ class QuantizedAttention(NamedTuple):
         """Return the attention with a bias by distance between queries and keys at these positions."""
         return self._replace(kernel=self.kernel.with_positions(queries, keys))
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: KeyCounts = None
-    ) -> Partial:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts = None) -> Partial:
         """Return the partial of the band, as `attend_band` does. That of rows in 8 bits is in float32 or wider."""
         storage = storage_of(keys)
         if storage is None:
             return attend_band(self.kernel, q, keys, values, band, self.scaling, counts)
-        if isinstance(band, Band | None) and (launched := self._launch(q, keys, values, band, counts)) is not None:
+        if (launched := self._launch(q, keys, values, band, counts)) is not None:
             return launched
         q = q.to(sum_dtype(q.dtype))
-        if isinstance(band, SelectedKeys):
-            with without_autocast(q):
-                return attend_selected(q, keys, values, band, self.scaling, self.value_dim)
         elements = keys.shape[1] * min(QUANTIZED_TILE_KEYS, keys.shape[2]) * (columns_of(keys) + self.value_dim)
         most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
@@ -56,6 +51,12 @@ class QuantizedAttention(NamedTuple):
             for into, x in zip(total, part, strict=True):
                 into[some] = x
         return total
+
+    def attend_selected(self, q: Tensor, keys: Tensor, values: Tensor, selected: SelectedKeys) -> Partial:
+        """Return the partial of selected keys, in float32 or wider for rows in 8 bits."""
+        q = q if storage_of(keys) is None else q.to(sum_dtype(q.dtype))
+        with without_autocast(q):
+            return attend_selected(q, keys, values, selected, self.scaling, self.value_dim)
 
     def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial | None:
         """Return the partial of the kernel's launch, or None if it does not serve or a number is not finite."""

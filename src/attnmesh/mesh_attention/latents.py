@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.cost.exchange_cost import EXPANDED_BYTES
-from attnmesh.kernels.driver import KeyCounts, attend_band
+from attnmesh.kernels.driver import KeyCounts, VisibleKeys, attend_band
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 
@@ -67,11 +66,11 @@ class Projection:
         kernel: Kernel,
         q: Tensor,
         latents: Tensor,
-        band: Band | SelectedKeys,
+        band: VisibleKeys,
         scaling: Scaling,
         counts: KeyCounts = None,
     ) -> Partial:
-        """Return attention over a band of latents, which are expanded for a few heads at a time."""
+        """Return attention over latents. Those of a band are expanded for a few heads at a time, selected ones not."""
         if isinstance(band, SelectedKeys):
             return self._attend_selected(kernel, q, latents, band, scaling)
         parts = []

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.p2p import Channel
-from attnmesh.core.band import Band
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import KeyCounts, visible_counts
+from attnmesh.kernels.driver import KeyCounts, VisibleKeys, visible_counts
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.schedule import (
@@ -37,7 +36,7 @@ class TaskStep(NamedTuple):
     gather: GatherStep
     onward: GatherStep | None
     """The step with which dk and dv of these keys are sent on, of `Schedule.gradient_steps`."""
-    band: Band | SelectedKeys
+    band: VisibleKeys
     kernel: Kernel
     counts: KeyCounts = None
     """Real keys of each sequence."""
@@ -59,14 +58,10 @@ class Task:
 
     def steps_of(self, group: HeadGroup) -> Sequence[TaskStep]:
         """Return the steps of a group of heads. Selected keys are those that its heads select."""
-        if not isinstance(self.steps[0].band, SelectedKeys):
+        if not self.spec.index_block:
             return self.steps
         heads = group[self.spec.mesh.heads.index].kv_heads
-        return [
-            step._replace(band=step.band.select_heads(heads))
-            for step in self.steps
-            if isinstance(step.band, SelectedKeys)
-        ]
+        return [step._replace(band=step.band.select_heads(heads)) for step in self.steps]
 
     def heads_of(self, group: HeadGroup, own_heads: HeadTensors) -> HeadTensors:
         """Return a group's heads, as views. `own_heads` are this rank's heads of all groups."""
