@@ -215,7 +215,7 @@ def check_selection(
     if kernel not in ("auto", "reference"):
         fix = 'leave it at "auto": selected keys have a kernel of their own'
         raise KernelError(f"{subject} with kernel", "auto or reference", kernel, fix)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
+    if x.is_cpu and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
         lowest = int(x[faulty].min())
         highest = selected.highest()
         fix = "fill rows up with 2**31 - 1, for none"

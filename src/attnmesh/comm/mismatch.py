@@ -70,7 +70,7 @@ def call_checksum(
     if fits and use_triton(like):
         checksum = like.new_empty(2) if into is None else into
         return launch_checksum(tensors, call_hash, device_counts, MODULUS, checksum)
-    if device_counts.device.type == "cpu":
+    if device_counts.is_cpu:
         total: int | Tensor = call_digest(tensors, call_hash, device_counts)
     else:
         total = sum(map(digest, tensors), start=call_hash + device_counts[0])

@@ -56,7 +56,7 @@ def hash_each(numbers: Tensor) -> Tensor:
 def digest(x: Tensor) -> Tensor:
     """Return an int64 digest of a tensor's bits: weighted sums modulo 2^64, then of these sums."""
     numbers = _fold(bits(x))
-    weights = cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), SUM_ELEMENTS), x.device)
+    weights = cpu_weights() if x.is_cpu else _weights(min(len(numbers), SUM_ELEMENTS), x.device)
     while len(numbers) > SUM_ELEMENTS:
         parts = pad(numbers, (0, -len(numbers) % SUM_ELEMENTS)).view(-1, SUM_ELEMENTS)
         numbers = _fold((parts * weights).sum(1))

@@ -103,7 +103,7 @@ class PreparedStep:
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(merged, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
-        if key_lengths is not None and (q.device.type == "cpu" or key_lengths.device.type != "cpu"):
+        if key_lengths is not None and (q.is_cpu or not key_lengths.is_cpu):
             # NaN for lengths that the cache does not have. The checks have read those of the CPU.
             lengths = key_lengths.to(q.device)
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
@@ -242,7 +242,7 @@ def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
     """Return the native merge of queries like `q`; None unless all ranks share a host with the native library."""
     axis = spec.token_axis
     may_merge_natively = (
-        axis.size > 1 and spec.heads_axis.size == 1 and q.device.type == "cpu" and not spec.reproducible
+        axis.size > 1 and spec.heads_axis.size == 1 and q.is_cpu and not spec.reproducible
     )
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None

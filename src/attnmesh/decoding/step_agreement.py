@@ -78,7 +78,7 @@ def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> t
         return out, checksum
     checksum = highest_checksum(checksum, axis)
     if spec.output != "heads":
-        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
+        if out.is_cpu and float(checksum.sum()) != 0:  # shares may have other sizes, too
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
         out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum

@@ -145,7 +145,7 @@ class StepInputs:
         for cache in self.caches:
             values.append(cache.history.digest)
         key_lengths = self.key_lengths
-        if key_lengths is not None and key_lengths.device.type == "cpu":
+        if key_lengths is not None and key_lengths.is_cpu:
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device
             tensors.append(key_lengths)

@@ -96,7 +96,7 @@ def spec_of_step(
     if spec.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(KernelRequest.of_cache(q, cache.own_shard.view, spec.scaling), spec.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
-    lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.is_cuda
     check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, may_read=not lengths_on_gpu)
     if cache.padding is not None and spec.mask.documents:
         fix = "keep documents in sequences of their own"
@@ -179,7 +179,7 @@ def spec_with_bias(inputs: StepInputs, bias: Tensor | None, spec: StepSpec) -> S
 
 def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
     """Return whether the kernel reads the number of tokens on the device, so that the CPU does not wait."""
-    if view.keys.device.type == "cpu" and not interpreted():  # the common case
+    if view.keys.is_cpu and not interpreted():  # the common case
         return False
     request = KernelRequest.of_cache(view.attended(dtype)[0], view, Scaling(1.0))
     return choose(request, kernel).reads_cache

@@ -94,7 +94,7 @@ class CacheView(NamedTuple):
 
         On a device all slots stay: the CPU would wait to read how many hold tokens. Free slots are at `NOWHERE`.
         """
-        if self.device_counts.device.type == "cpu":
+        if self.device_counts.is_cpu:
             used = int(self.device_counts.tolist()[USED])
             padding = self.padding and self.padding._replace(positions=self.padding.positions[:, :used])
             tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
@@ -110,16 +110,16 @@ class CacheView(NamedTuple):
     @property
     def cpu_part(self) -> "CacheView | None":
         """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""
-        if not self.earlier_pieces or self.keys.device.type == "cpu":
+        if not self.earlier_pieces or self.keys.is_cpu:
             return None
-        pieces = [piece for piece in self.earlier_pieces if piece.keys.device.type == "cpu"]
+        pieces = [piece for piece in self.earlier_pieces if piece.keys.is_cpu]
         return pieces[-1]._replace(earlier_pieces=tuple(pieces[:-1])) if pieces else None
 
     @property
     def device_part(self) -> "CacheView":
         """The view without what is in CPU memory."""
         return self._replace(
-            earlier_pieces=tuple(piece for piece in self.earlier_pieces if piece.keys.device.type != "cpu")
+            earlier_pieces=tuple(piece for piece in self.earlier_pieces if not piece.keys.is_cpu)
         )
 
     def first(self, slots: int) -> "CacheView":

@@ -81,7 +81,7 @@ def indexer_top_k(
             some_keys = slice(key, key + tile_keys)
             positions = keys.positions[:, None, some_keys]
             hidden = (positions < first[:, some_queries, None]) | (positions > last[:, some_queries, None])
-            if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
+            if tiles and hidden.is_cpu and bool(hidden.all()):
                 continue
             scores = torch.cat([score(part, tile_operands) for part in keys.read(some_keys).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)

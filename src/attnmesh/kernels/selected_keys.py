@@ -73,7 +73,7 @@ class SelectedKeys:
         else:
             slots = torch.searchsorted(self.positions, positions).clamp_(max=count - 1)
             seen &= self.positions[slots] == positions
-        if slots.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
+        if slots.is_cpu:  # seen keys come first, in order of memory, and no more than are seen are read
             slots = slots.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
             seen = slots < count
         # A seen key is read in place of each hidden one, whose numbers may not be finite.
@@ -194,7 +194,7 @@ def backward_selected(
 
 def without_faulty(out: Tensor, selected: Selection, length: int | None = None) -> Tensor:
     """Return `out` with NaN where a row of indices is faulty. On a CPU and outside of graphs, rows were checked."""
-    if out.device.type == "cpu" and not torch.compiler.is_compiling():
+    if out.is_cpu and not torch.compiler.is_compiling():
         return out
     return nan_where_faulty(out, selected, length)
 
@@ -219,7 +219,7 @@ def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
     most = tile_elements(q.device)
     queries = min(most // (q.shape[1] * width), MAX_PROGRAMS // k.shape[1])  # their outputs are no more elements
     # On a GPU indices and their search take memory.
-    return queries, k.shape[1], most if q.device.type == "cpu" else most // width
+    return queries, k.shape[1], most if q.is_cpu else most // width
 
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:

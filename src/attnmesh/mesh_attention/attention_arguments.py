@@ -129,7 +129,7 @@ class AttentionArguments(NamedTuple):
     @property
     def payload(self) -> CallPayload:
         """Numbers that this rank sends beside the text, without the digest."""
-        if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
+        if self.selected is None or not self.q.is_cpu or torch.compiler.is_compiling():
             return CallPayload(*self.tokens, -1)
         return CallPayload(*self.tokens, self.selected.highest())
 

@@ -83,7 +83,7 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
         expected = f"shape {tuple(scores.shape)}, as the scores"
         raise ShapeError(subject, expected, f"{tuple(indices.shape)}", fix)
     check_one_device("top_k_across", {"scores": scores, "indices": indices})
-    if indices.device.type == "cpu" and indices.numel() and may_compare(indices.device):
+    if indices.is_cpu and indices.numel() and may_compare(indices.device):
         first, last = (int(x) for x in indices.aminmax())
         if first < 0 or last > NO_INDEX:
             raise ShapeError(subject, f"numbers from 0 to {NO_INDEX}", f"{first} to {last}", fix)

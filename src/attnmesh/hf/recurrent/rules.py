@@ -139,7 +139,7 @@ def link_of_documents(links: Sequence[StateLink], dim: int) -> StateLink:
 
 def steps_of(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
     """The tokens of each step of a rule, on the device of a tensor."""
-    size = SEGMENTS[rule] * (1 if x.device.type == "cpu" else 8)
+    size = SEGMENTS[rule] * (1 if x.is_cpu else 8)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 

@@ -79,7 +79,7 @@ class Cudnn(Flash):
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
         """Return True if PyTorch supports it and, once per device, its result is correct."""
-        if q.device.type != "cuda" or not super().takes(q, k, v, rectangle):
+        if not q.is_cuda or not super().takes(q, k, v, rectangle):
             return False
         if torch.cuda.get_device_capability(q.device) < (9, 0) or flash_override() is not None:
             return False
