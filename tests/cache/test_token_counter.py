@@ -29,6 +29,10 @@ class FakeShard:
     earlier_tokens: int
 
     @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def device_counts(self) -> torch.Tensor:
         counts = torch.zeros(2, dtype=torch.int64)
         counts[LENGTH], counts[USED] = self.length, self.used_slots

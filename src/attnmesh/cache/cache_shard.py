@@ -46,6 +46,8 @@ class CacheShard(ABC):
         self, config: CacheConfig, heads_axis: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
         self.config, self.heads_axis, self.index, self.device = config, heads_axis, index, device
+        self.on_gpu = device.type == "cuda"
+        """True where the CPU would wait to read how many tokens there are: callers count them there."""
         self.block_cyclic = block_cyclic
         self.turn = block_cyclic.turns[index]
         with torch.inference_mode(False):  # a tensor that can be written to in any mode

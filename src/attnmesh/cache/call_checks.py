@@ -110,7 +110,7 @@ def step_fault(shards: LocalShards, queries: int | None, *, reproducible: bool) 
             return StepFault.TIERS
     if queries is not None:
         counter = shards.counter
-        if shard.device.type != "cuda" or (counter.in_graphs and not is_capturing(shard.device)):
+        if not shard.on_gpu or (counter.in_graphs and not is_capturing(shard.device)):
             length = shard.device_counts.tolist()[LENGTH]
         else:
             length = counter.length

@@ -99,6 +99,6 @@ def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None for tensors that are not plain, such as traced ones."""
-    if not are_plain(*tensors_to_append(k, v), on_gpu=shard.device.type == "cuda"):
+    if not are_plain(*tensors_to_append(k, v), on_gpu=shard.on_gpu):
         return None
     return (k.shape, k.dtype, shard.config) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.config)

@@ -72,17 +72,17 @@ class TokenCounter:
 
     def length_in(self, shard: CacheShard) -> int:
         """Return the tokens on all ranks. The device is asked if the shard is on the CPU, or a graph appends."""
-        return shard.length if shard.device.type != "cuda" or self.in_graphs else self.length
+        return self.length if shard.on_gpu and not self.in_graphs else shard.length
 
     def used_in(self, shard: CacheShard) -> int:
         """Return the slots in use of a shard of a cache that forgets. Its device is asked if that is the CPU."""
-        return self.used_slots[shard.index] if shard.device.type == "cuda" else shard.used_slots
+        return self.used_slots[shard.index] if shard.on_gpu else shard.used_slots
 
     def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
         """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
         if torch.compiler.is_compiling():
             return None
-        if shard.device.type != "cuda":
+        if not shard.on_gpu:
             length, used, *_ = shard.device_counts.tolist()
             return length, used
         if self.in_graphs or is_capturing(shard.device):

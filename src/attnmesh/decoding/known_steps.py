@@ -38,7 +38,7 @@ def find_step(
     first = caches[0]
     if inputs.key_lengths is not None or inputs.selected is not None or inputs.other_partial is not None:
         return None, None
-    on_gpu = first.device.type == "cuda"
+    on_gpu = first.local_shards.own.on_gpu
     count = len(caches)
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
