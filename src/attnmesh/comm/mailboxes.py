@@ -111,7 +111,8 @@ class OperationKind(IntEnum):
     EMPTY = 7  # wait until the message in the box is received
 
 
-SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges: hot path, see `decoding/known_steps.py`
+SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind
+"""Kinds that merges use, as globals: before Python 3.12 `OperationKind.SEND` takes 0.2 us, several times a step."""
 
 MailboxOperation = tuple[OperationKind, int, int, int]
 """Kind of an operation, the peer that it waits for, the offset of its box, and its count of messages."""

@@ -66,7 +66,7 @@ def runs_of(
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
-    is_biased = q.shape[3] > views[0].keys.shape[3]  # inlined `bias_columns`: hot path, see `decoding/known_steps.py`
+    is_biased = q.shape[3] > views[0].keys.shape[3]  # queries end with a column for each distance
     has_band = is_biased or q.shape[2] > 1 or query.key_lengths is not None or mask.depends_on_length
     has_band = has_band or query.partial_block is not None
     for index, view in enumerate(views):
@@ -260,7 +260,7 @@ class CachedAttention:
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
-            # `_attend`, inlined: hot path, see `decoding/known_steps.py`.
+            # As most steps have it. This is `_attend` without its calls: hot path, see `decoding/known_steps.py`.
             run = runs[0]
             piece, start = run.piece, run.start
             launch = None if bound is None or selected is not None else bound.attend
