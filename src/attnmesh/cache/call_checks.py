@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.local_shards import LocalShards, check_even_shares
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.checks.argument_checks import check_same_kind, transpose_hint_first
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.kernels.cache_view import LENGTH
+from attnmesh.mesh.shares import check_even_shares
 
 
 def check_new(subject: str, config: CacheConfig, k: Tensor, v: Tensor | None, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from attnmesh.cache.window import WindowStart, oldest_kept_token
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
@@ -33,6 +33,8 @@ class LocalShards:
         append            append                 append_own       equal on all ranks, of which a rank keeps its own
         append_shard      append_rows_at         append_rows_at   this rank's alone, at any positions, then copies
         append_pages      append_shared_blocks   append_rows_at   of an engine's pool, whose last blocks are copied
+
+    A cache with a `forget_mask` first makes room in each shard, which may forget tokens for it.
 
     With copies or a `forget_mask`, `try_append_plain` calls `append_own`. In memory `append_own` tries `try_append_run`
     first, and then lets the device find the slots. In two memories it tries that too, and then moves tokens to the cold
@@ -101,6 +103,8 @@ class LocalShards:
         if self.counter.in_graphs:
             self.counter.leave_graphs(self.own.length)
 
+    # --- checks, before anything is written ---
+
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
         if self.length + new_count > self.own.config.capacity or self.counter.rank_counts.start:
@@ -142,6 +146,8 @@ class LocalShards:
                 f"make the cache with keep={before - length} or more, counted from the longest length; or truncate to 0"
             )
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
+
+    # --- tokens come and go ---
 
     def try_append_plain(self, new: Tensors) -> bool:
         """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
@@ -233,26 +239,37 @@ class LocalShards:
         else:  # a graph is made, not run
             self.counter.enter_graphs()
 
-    def _make_room(
-        self,
-        shard: CacheShard,
-        new_count: int,
-        find_oldest: Callable[[], int],
-        oldest_query: int,
-        *,
-        forget: bool = False,
-    ) -> None:
-        """Let a shard have room for `new_count` tokens. Where needed, it forgets those before token `find_oldest()`.
+    def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
+        """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
+        for shard in self.all:
+            shard.truncate(length)
+            self.counter.recount_slots(shard)
+        self.counter.truncate(length, table)
+        self.oldest_query = min(self.oldest_query, length)
 
-        It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
-        """
-        before = shard.token_index
-        try:
-            shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget)
-        finally:
-            if shard.token_index is not before:
-                self.oldest_query = oldest_query
-                self.counter.recount_slots(shard)
+    def grow(self, config: CacheConfig) -> None:
+        """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
+        for shard in self.all[::-1]:  # the own shard last: its config is the cache's
+            if config.capacity > shard.config.capacity:
+                shard.grow(config)
+
+    def prepare(self, length: int, start: WindowStart) -> None:
+        """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
+        self.oldest_query = start.oldest_query
+        if self.forget_mask is not None:
+            count, oldest = self.own.turn.count, start.oldest_kept_token
+            self._make_room(self.own, count(length) - count(oldest), lambda: oldest, self.oldest_query)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
+        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
+        shard = self.own
+        used = shard.mark_present(length, token_mask, oldest)
+        self.counter.recount_slots(shard)
+        new = tuple(x[:, :, :used] for x in shard.kv_tensors)
+        self._send_copies(new, shard.token_index[:used], length, token_mask, oldest)
+        self.counter.set_length(length)
+
+    # --- copies ---
 
     def _send_copies(
         self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
@@ -280,37 +297,7 @@ class LocalShards:
             if self.forget_mask is not None:
                 self.counter.add_slots(shard, len(token_index))
 
-    def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
-        """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
-        for shard in self.all:
-            shard.truncate(length)
-            if self.forget_mask is not None:
-                self.counter.recount_slots(shard)
-        self.counter.truncate(length, table)
-        self.oldest_query = min(self.oldest_query, length)
-
-    def grow(self, config: CacheConfig) -> None:
-        """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
-        for shard in self.all[::-1]:  # the own shard last: its config is the cache's
-            if config.capacity > shard.config.capacity:
-                shard.grow(config)
-
-    def prepare(self, length: int, start: WindowStart) -> None:
-        """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
-        self.oldest_query = start.oldest_query
-        if self.forget_mask is not None:
-            count, oldest = self.own.turn.count, start.oldest_kept_token
-            self._make_room(self.own, count(length) - count(oldest), lambda: oldest, self.oldest_query)
-
-    def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
-        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
-        shard = self.own
-        used = shard.mark_present(length, token_mask, oldest)
-        if self.forget_mask is not None:
-            self.counter.recount_slots(shard)
-        new = tuple(x[:, :, :used] for x in shard.kv_tensors)
-        self._send_copies(new, shard.token_index[:used], length, token_mask, oldest)
-        self.counter.set_length(length)
+    # --- a cache that forgets, by the mask of its config ---
 
     @property
     def forget_mask(self) -> Mask | None:
@@ -347,6 +334,27 @@ class LocalShards:
         past = max(queries, self.own.config.keep + 1)
         return max(self.oldest_query, self.counter.length + new_count - past)
 
+    def _make_room(
+        self,
+        shard: CacheShard,
+        new_count: int,
+        find_oldest: Callable[[], int],
+        oldest_query: int,
+        *,
+        forget: bool = False,
+    ) -> None:
+        """Let a shard have room for `new_count` tokens. Where needed, it forgets those before token `find_oldest()`.
+
+        It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
+        """
+        before = shard.token_index
+        try:
+            shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget)
+        finally:
+            if shard.token_index is not before:
+                self.oldest_query = oldest_query
+                self.counter.recount_slots(shard)
+
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
     """Return the ranks that keep copies of each rank's shard: one per next host. On too few hosts, the next ranks.
@@ -360,19 +368,3 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
         next_groups = [groups[(place + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
-
-
-def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
-    """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
-    if not even:
-        fix = "leave shares= out, or reproducible=True"
-        raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
-
-
-def check_copies(subject: str, copies: object, ranks: int) -> None:
-    """Raise unless each of `copies` copies fits on a rank of its own."""
-    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
-        fix = f"pass copies={ranks}, or use more ranks along queries and keys"
-        raise ShapeError(
-            f"{subject} copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix
-        )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards, check_copies
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
@@ -20,7 +20,7 @@ from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, agree_on_merges
 from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
-from attnmesh.mesh.shares import check_shares
+from attnmesh.mesh.shares import check_copies, check_shares
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.setup.measure_shares import agreed_shares
 

@@ -67,8 +67,9 @@ class TokenCounter:
         self.used_slots[shard.index] += new_count
 
     def recount_slots(self, shard: CacheShard) -> None:
-        """Ask the device of a shard of a cache that forgets: it has lost tokens, or has them in other slots."""
-        self.used_slots[shard.index] = shard.used_slots
+        """Ask the device of a shard, if the cache forgets: it has lost tokens, or has them in other slots."""
+        if shard.config.mask is not None:
+            self.used_slots[shard.index] = shard.used_slots
 
     def length_in(self, shard: CacheShard) -> int:
         """Return the tokens on all ranks. The device is asked if the shard is on the CPU, or a graph appends."""

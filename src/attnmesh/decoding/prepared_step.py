@@ -241,9 +241,7 @@ def new_prepared_step(
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
     """Return the native merge of queries like `q`; None unless all ranks share a host with the native library."""
     axis = spec.token_axis
-    may_merge_natively = (
-        axis.size > 1 and spec.heads_axis.size == 1 and q.is_cpu and not spec.reproducible
-    )
+    may_merge_natively = axis.size > 1 and spec.heads_axis.size == 1 and q.is_cpu and not spec.reproducible
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
     return agreed_host_merge(axis, (*q.shape[:-1], spec.value_dim), spec.rank_merge.agreed_merge(q.device))

@@ -118,9 +118,7 @@ class CacheView(NamedTuple):
     @property
     def device_part(self) -> "CacheView":
         """The view without what is in CPU memory."""
-        return self._replace(
-            earlier_pieces=tuple(piece for piece in self.earlier_pieces if not piece.keys.is_cpu)
-        )
+        return self._replace(earlier_pieces=tuple(piece for piece in self.earlier_pieces if not piece.keys.is_cpu))
 
     def first(self, slots: int) -> "CacheView":
         """Return the first `slots` slots as used, and the slot after them, without padding."""

@@ -1,10 +1,10 @@
-"""Shares of unequal ranks: ratios of the tokens that each holds, so that all of them are done at once."""
+"""How many tokens each rank holds: shares, as ratios for unequal ranks, and copies of the shards of others."""
 
 from collections.abc import Sequence
 from math import gcd, isfinite
 from numbers import Real
 
-from attnmesh.errors import ShapeError
+from attnmesh.errors import KernelError, ShapeError
 
 MAX_RATIO = 2**32
 """Most times that one share may be of another: a round of tokens has to be counted."""
@@ -37,6 +37,22 @@ def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True)
     if max(numbers) > MAX_RATIO * min(numbers):
         expected = f"numbers of which none is {MAX_RATIO} times another"
         raise ShapeError(subject, expected, given, "leave the rank of the least one out")
+
+
+def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
+    """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
+    if not even:
+        fix = "leave shares= out, or reproducible=True"
+        raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
+
+
+def check_copies(subject: str, copies: object, ranks: int) -> None:
+    """Raise unless each of `copies` copies fits on a rank of its own."""
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
+        fix = f"pass copies={ranks}, or use more ranks along queries and keys"
+        raise ShapeError(
+            f"{subject} copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix
+        )
 
 
 def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), needed: float = 0.0) -> tuple[int, ...]:

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards, check_copies
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, RankMesh, intersect
-from attnmesh.mesh.shares import checked_shares
+from attnmesh.mesh.shares import check_copies, checked_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile

@@ -8,7 +8,6 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache_config import check_key_heads, check_storage
-from attnmesh.cache.local_shards import check_copies, check_even_shares
 from attnmesh.cache.make_shards import check_ranks_in_folder
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.comm.merges import check_merge
@@ -26,7 +25,7 @@ from attnmesh.hf.models import (
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.shares import checked_shares
+from attnmesh.mesh.shares import check_copies, check_even_shares, checked_shares
 from attnmesh.store.kv_folder import KVFolder
 
 T_co = TypeVar("T_co", covariant=True)
