@@ -23,6 +23,7 @@ from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import cached_per_world
 
 CHECKSUM = struct.Struct("2f")
+"""The checksum of a call, with which a message begins."""
 
 ALIGN_FLOATS = 16
 """Float32 numbers in 64 bytes, PyTorch's tensor alignment."""
@@ -36,6 +37,7 @@ class HostMerge:
         self.rows, self.width = form.sizes
         itemsize = form.lse_dtype.itemsize
         self.checksum, self.lse, self.out = (slice(x.start // itemsize, x.stop // itemsize) for x in form.parts)
+        """Numbers of a message that are its checksum, its lse and its out."""
         self.padding_numbers = -self.out.start % ALIGN_FLOATS
         """Unused numbers before a message."""
         self.numbers = self.padding_numbers + self.out.stop

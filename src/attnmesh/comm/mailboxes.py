@@ -84,6 +84,7 @@ CHECK_INTERVAL = 0.5
 """Seconds between two checks that the other process is alive, and makes the same call."""
 
 FOLDER = Path("/dev/shm")
+"""Folder of Linux for memory that processes share by name."""
 
 SECONDS_TO_LOCK = 60.0
 """Seconds between the making of a name and its lock, at most."""
@@ -164,6 +165,7 @@ class Mailboxes:
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
+        """Messages of all operations so far, to each member and from it: the next operation waits for these counts."""
         running = (RunningProcess.of(pid) if pid else None for pid in processes)
         self.processes = dict(zip(members, running, strict=True))
         self.timeout = timeout
@@ -359,6 +361,7 @@ class Mailboxes:
         return bool(self.words[self.boards[peer] // 8 + COMPARISONS_WORD] > self.comparisons)
 
     def _check_alive(self, peer: int, since: float) -> None:
+        """Raise if the process of a peer has ended, if it has left, or if it is silent since `since` for too long."""
         process = self.processes[peer]
         if process is not None and not process.is_alive():
             raise PeerLostError(peer, f"its process {process.pid} has ended")

@@ -136,7 +136,7 @@ class Channel(NamedTuple):
             is_long = one_at_a_time and len(sends) > 2 and message.nbytes > LONG_MESSAGE
             is_queued = is_long and transport.sends_in_turn(peer, message)
             (queued if is_queued else posts).append((dist.isend, peer, message))
-        packed.clear()
+        packed.clear()  # `finish` keeps this frame: a message is freed once it is sent
         queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
         post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
         waits = post(posts, activity, is_fixed_size=True)

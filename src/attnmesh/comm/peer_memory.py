@@ -52,6 +52,9 @@ class PeerMemory:
     ) -> tuple[Tensor, Partial]:
         """Return the merge of the messages of all ranks, and the maximum of their checksums.
 
+        A launch puts the message into the memories of all ranks, and takes what they put. These are two launches in
+        tests alone, where one process plays all ranks: all put first, and then all take.
+
         A rank with an error sends a message without rows. It does not know how many rows the others merge, so it sends
         the message to every program that they may run.
         """

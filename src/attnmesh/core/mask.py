@@ -501,6 +501,7 @@ class _Part(NamedTuple):
 
 
 _PARTS = (_Part(Documents, "Documents(lengths)", "ends"), _Part(Chunks, "Chunks(size)", "chunks"))
+"""A mask of parts alone does not say how far a query sees: `check_mask` warns of it."""
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:

@@ -59,6 +59,7 @@ def _attend_visible(
     scaling: Scaling,
     kernel: str,
 ) -> Partial:
+    """Return the partial. Tokens whose positions do not ascend are sorted before, and put back in order after."""
     if all(x is None for x in visible_tensors):
         return PreparedLocal.of(q, k, v, mask_and_block[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(visible_tensors, mask_and_block)

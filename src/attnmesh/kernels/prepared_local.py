@@ -21,6 +21,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import length_major
 
 Signature = tuple[Any, ...]
+"""All that the checks of a call depend on."""
 
 
 def signature_of(

@@ -48,6 +48,7 @@ class ExchangeMode(NamedTuple):
 
 
 EXCHANGE_MODES = {"bulk": ExchangeMode(), "pipelined": ExchangeMode(by_heads=True), "ring": ExchangeMode(ring=True)}
+"""Values of `exchange=`, beside "auto"."""
 
 
 def check_exchange(subject: str, exchange: str) -> None:

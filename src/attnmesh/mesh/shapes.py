@@ -8,6 +8,7 @@ from torch import Tensor
 from attnmesh.errors import MeshError, ShapeError
 
 AXES = ("heads", "queries", "keys")
+"""Names of a mesh's axes, from the outermost to the innermost."""
 
 
 class Shape(NamedTuple):

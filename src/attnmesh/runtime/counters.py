@@ -27,6 +27,7 @@ class ReceivedTraffic:
 
 
 current_traffic: ContextVar[ReceivedTraffic | None] = ContextVar("attnmesh traffic", default=None)
+"""What is received now counts here; None where nobody counts."""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+"""Bytes of a page of memory."""
 
 ADVICE = 1 << 19
 """Bytes of one advice to read: Linux reads no more of a longer one than its disk takes at once."""

@@ -88,6 +88,7 @@ class TensorMemo:
 
 
 TENSOR_MEMO = TensorMemo()
+"""Results of all rooms that live as long as a tensor does."""
 
 
 def index_on(index: Tensor, device: torch.device) -> Tensor:

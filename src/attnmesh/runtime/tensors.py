@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
+"""Tensors of the same tokens, such as keys and values."""
 
 
 def is_dtensor(x: object) -> bool:

@@ -65,8 +65,10 @@ class World:
 
 
 WORLD = World()
+"""The world of this process."""
 
 cached_per_world = WORLD.cached
+"""Decorates a function whose results belong to process groups: they are dropped when the world is closed."""
 
 
 def collective_once(find: Callable[P, R]) -> Callable[P, R]:

@@ -122,12 +122,10 @@ class BoundNative(NamedTuple):
 
     fields: bytes
     """Those of `FIXED`."""
-    out: tuple[int, ...]
-    """Shape of `out` of the partial."""
+    out_shape: tuple[int, ...]
+    """Shape of the partial's `out`, as `blank` returns it."""
     out_strides: tuple[int, ...]
-    """Strides of `out`."""
-    lse: tuple[int, ...]
-    """Shape of `lse`."""
+    lse_shape: tuple[int, ...]
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "BoundNative":
@@ -137,8 +135,8 @@ class BoundNative(NamedTuple):
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
-        out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32, device="cpu")
-        return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=torch.float32, device="cpu")
+        return Partial(out, torch.empty(self.lse_shape, dtype=torch.float32, device="cpu"))
 
     def parts(self, keys: Sequence[int]) -> "list[BoundNative]":
         """Return a launch for each part, of `keys[i]` keys. They run in order; the last writes the partial of all."""
@@ -205,11 +203,12 @@ def _bound_to(
     scaling: Scaling,
     tokens: int,
 ) -> BoundNative:
+    """Return the launch for queries of this shape, and values of this width. `is_prefix` says that keys hold them."""
     batch, heads, rows, dim = shape
-    strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
+    strides, lse_shape = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
     codes = [(DTYPE_CODES | STORED)[dtype] for dtype in dtypes]
     scales = (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
     fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap, 0, 0)
-    return BoundNative(fields, (batch, heads, tokens, width), strides, lse)
+    return BoundNative(fields, (batch, heads, tokens, width), strides, lse_shape)

@@ -339,6 +339,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]
 
 
 _FITTING_TILES: dict[tuple[Any, ...], ProgramTile] = {}
+"""Tiles that have fitted, by all that their size depends on: `_with_fitting_tile` tries none twice."""
 
 
 def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable[[ProgramTile], Result]) -> Result:

@@ -3,6 +3,8 @@
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of numbers."""
+
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
 """Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 

@@ -11,7 +11,10 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+"""Programs take exponentials and logarithms to the base 2, which GPUs have, and not to the base e."""
+
 SCALE_COLUMNS = tl.constexpr(128)
+"""As in `core/storage.py`."""
 
 program = partial_of(
     triton.jit,
