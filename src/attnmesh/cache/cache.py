@@ -130,8 +130,20 @@ class KVCache(CacheProperties):
         hot: int | None = None,
     ) -> None:
         columns = 0 if values == "none" else head_dim
-        widths = head_dim, columns if value_dim is None else value_dim
-        config = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        config = CacheConfig(
+            batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=columns if value_dim is None else value_dim,
+            capacity=capacity,
+            block=block,
+            dtype=dtype,
+            values=values,
+            mask=mask,
+            keep=keep,
+            storage=storage,
+            hot=hot,
+        )
         self.device_mesh = mesh
         self.rank_mesh = RankMesh.of(mesh)
         self.device = device_for(mesh, device)

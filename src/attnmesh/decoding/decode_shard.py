@@ -43,7 +43,15 @@ def decode_shard(
     selected = visible.selected
     # Positions are those of the last tokens, and all keys are real.
     assert visible.q_positions is visible.k_positions is visible.key_lengths is None
-    options = StepOptions(visible.mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
+    options = StepOptions(
+        mask=visible.mask,
+        scale=scores.scale,
+        softcap=scores.softcap,
+        merge="auto",
+        output="replicated",
+        reproducible=False,
+        kernel=kernel,
+    )
 
     is_compared = cache.rank_mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
     with Agreement(cache.rank_mesh, "decode_shard", is_compared=is_compared) as agreement:

@@ -162,12 +162,21 @@ class StepInputs:
 @cached_per_world(1024)
 def _spec_of_code(names: str, numbers: tuple[int, ...]) -> StepSpec:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
-    axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask_code = numbers[4:]
-    scaling = Scaling(float(scale), float(softcap))
-    sizes = block, capacity, value_dim
-    mask = Mask.from_code(mask_code)
-    return StepSpec(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
+    return StepSpec(
+        heads_axis=Axis(numbers[0], numbers[1], group_named(heads)),
+        token_axis=Axis(numbers[2], numbers[3], group_named(tokens)),
+        block=block,
+        capacity=capacity,
+        value_dim=value_dim,
+        mask=Mask.from_code(mask_code),
+        scaling=Scaling(float(scale), float(softcap)),
+        merge=merge,
+        output=output,
+        reproducible=bool(reproducible),
+        kernel=kernel,
+        index_block=index_block or None,
+    )
 
 
 class StepOptions(NamedTuple):
@@ -183,9 +192,19 @@ class StepOptions(NamedTuple):
 
     def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
         """Return the spec of a step on a cache. `scaling` has the checked scale and cap."""
-        config = cache.config
-        placement = cache.rank_mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
-        return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
+        return StepSpec(
+            heads_axis=cache.rank_mesh.heads,
+            token_axis=cache.token_axis,
+            block=cache.config.block,
+            capacity=cache.config.capacity,
+            value_dim=cache.config.value_dim,
+            mask=self.mask,
+            scaling=scaling,
+            merge=self.merge,
+            output=self.output,
+            reproducible=self.reproducible,
+            kernel=self.kernel,
+        )
 
 
 def selection_of_rank(selection: Selection, heads_axis: Axis) -> Selection:

@@ -162,7 +162,8 @@ def _of_sequences(
             band = Band(*(torch.searchsorted(keys, bound) for bound in (first[index], last[index] + 1)))
             bias_positions = (queries[index], keys) if is_biased else None
             hidden = None if bool(real[index].all()) else ~real[index]
-            runs += _trimmed(SlotRun(sequence, view, begin, end, band, None, bias_positions, hidden))
+            run = SlotRun(sequence, view, begin, end, band, bias_positions=bias_positions, hidden=hidden)
+            runs += _trimmed(run)
     return runs
 
 
@@ -185,8 +186,7 @@ def _trimmed(run: SlotRun) -> list[SlotRun]:
     elif start:
         band = Band(band.low - start, band.high - start)
     bias_positions = None if run.bias_positions is None else (run.bias_positions[0], run.bias_positions[1][start:stop])
-    slots = run.start + start, run.start + stop
-    return [SlotRun(run.sequences, run.piece, *slots, band, None, bias_positions, run.hidden)]
+    return [run._replace(start=run.start + start, stop=run.start + stop, band=band, bias_positions=bias_positions)]
 
 
 def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[SlotRun]:
