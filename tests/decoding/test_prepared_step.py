@@ -128,6 +128,14 @@ class OnGPU(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda")
 
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
 
 def test_lengths_on_another_device_that_the_cache_does_not_have_give_nan() -> None:
     """No check reads them: a CPU would wait for their device."""
