@@ -21,11 +21,6 @@ NEWEST_TOKENS = 16
 """Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
 
 
-def raise_in_pieces(subject: str, given: str) -> NoReturn:
-    """Raise for a cache in a graph, of which the kernel reads one piece."""
-    raise KernelError(subject, "a cache of one piece in a graph", given, "decode with copy.deepcopy(cache)")
-
-
 class CacheShard(ABC):
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
@@ -135,6 +130,10 @@ class CacheShard(ABC):
 
     def check_in_graph(self, subject: str) -> None:
         """Raise unless a compiled step can read the tokens."""
+
+    def raise_in_pieces(self, subject: str, given: str) -> NoReturn:
+        """Raise for a cache in a graph, of which the kernel reads one piece."""
+        raise KernelError(subject, "a cache of one piece in a graph", given, "decode with copy.deepcopy(cache)")
 
     def check_order(self, index: Tensor) -> None:
         """Raise unless `reorder` can put the sequences in this order. `index` is on the CPU."""

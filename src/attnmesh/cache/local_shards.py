@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import RankCounts
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard, raise_in_pieces
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.memory_shard import usual_slots
 from attnmesh.cache.token_counter import TokenCounter
@@ -20,6 +20,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.shares import check_copies, checked_shares
 from attnmesh.runtime.tensors import Tensors
 
 
@@ -133,7 +134,7 @@ class LocalShards:
         """Raise unless a compiled step can read the tokens, in one piece."""
         self.own.check_in_graph(subject)
         if self.forked:
-            raise_in_pieces(subject, "a forked cache")
+            self.own.raise_in_pieces(subject, "a forked cache")
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -368,3 +369,9 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
         next_groups = [groups[(place + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
+
+
+def checked_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
+    """Return the shares, None for even ones and for "auto". Raise unless tokens can be placed on `ranks` ranks."""
+    check_copies(subject, copies, ranks)
+    return checked_shares(subject, shares, ranks)

@@ -25,12 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards
+from attnmesh.cache.local_shards import LocalShards, checked_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, RankMesh, intersect
-from attnmesh.mesh.shares import check_copies, checked_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile
@@ -190,9 +189,7 @@ def _checked_layers(
     if fault := device_fault("load", target, device):
         raise fault
     mesh = RankMesh.of(device_mesh)
-    token_ranks = mesh.queries.size * mesh.keys.size
-    check_copies("load", copies, token_ranks)
-    parts = checked_shares("load", shares, token_ranks)
+    parts = checked_placement("load", copies, shares, mesh.queries.size * mesh.keys.size)
     share = 0.0 if shares == "auto" else held_part(parts, mesh)
     shard_device = target if to_load.hot is None else torch.device("cpu")
     return read_saved_layers(path, mesh, shard_device, to_load, copies * share)

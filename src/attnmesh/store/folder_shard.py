@@ -17,7 +17,6 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import raise_in_pieces
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.memory_shard import MemoryShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
@@ -348,7 +347,7 @@ class FolderShard(OrderedShard):
 
     def check_in_graph(self, subject: str) -> None:
         """Refuse the pieces of files."""
-        raise_in_pieces(subject, "one in a folder")
+        self.raise_in_pieces(subject, "one in a folder")
 
     def check_order(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
