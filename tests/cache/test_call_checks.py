@@ -1,6 +1,7 @@
 """What the tokens of a cache allow: steps that they serve, and new tokens that fit them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from attnmesh.cache.call_checks import (
     StepFault,
     check_dtype_and_device,
     check_eager,
+    check_eager_tensors,
     check_new,
-    check_no_gradients,
     check_step,
     needs_cpu,
     step_fault,
@@ -129,9 +130,9 @@ def test_tensors_have_the_dtype_of_the_cache_or_of_its_rows() -> None:
 def test_a_tensor_that_requires_gradients_is_refused_where_they_are_enabled() -> None:
     tensors = {"k": torch.ones(1), "v": torch.ones(1, requires_grad=True), "w": None}
     with torch.no_grad():
-        check_no_gradients("append", tensors)
+        check_eager_tensors("append", tensors)
     with pytest.raises(KernelError, match="append v: expected a tensor without gradients"):
-        check_no_gradients("append", tensors)
+        check_eager_tensors("append", tensors)
 
 
 def test_a_graph_holds_no_cache_that_moves_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +146,40 @@ def test_a_graph_holds_no_cache_that_moves_tokens(monkeypatch: pytest.MonkeyPatc
     for config, kind in ((window, "forgets"), (tiers, "has two memories")):
         with pytest.raises(KernelError, match=f"no graph around a cache that {kind}"):
             check_eager("append", config, CPU)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor whose numbers are in another one, as those of DTensor and of asynchronous collectives are."""
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> "_Wrapper":
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
+        assert isinstance(wrapper, _Wrapper)
+        wrapper.plain = plain
+        return wrapper
+
+    def wait(self) -> torch.Tensor:
+        return self.plain
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> None:
+        raise AssertionError("no operator reads the tensor")
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused_before_a_kernel_reads_it() -> None:
+    cache, rows = cache_of(3), torch.ones(2, 2, 1, 4)
+    for call in (lambda: cache.append(_Wrapper(rows), rows), lambda: am.decode(_Wrapper(rows), cache)):
+        with pytest.raises(DtypeError, match=r"given _Wrapper\. Fix: pass the plain tensor in it: x\.wait\(\)"):
+            call()
+    cache.append(_Wrapper(rows).wait(), rows)
+    assert cache.length == 4
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_a_call_inside_a_transform_is_refused_and_leaves_nothing_behind(transform: Any) -> None:
+    cache, q = cache_of(3), torch.ones(2, 2, 3, 4)
+    for call in (lambda: am.decode(q, cache).sum(), lambda: cache.append(q, q)):
+        with pytest.raises(KernelError, match=r"a call outside of torch\.func's transforms, given one inside"):
+            transform(lambda x, call=call: (call(), x)[1])(torch.ones(() if transform is torch.func.grad else 1))
+    assert am.decode(q, cache).isfinite().all()  # an index that this call keeps was not made inside
+    assert cache.length == 3

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -216,3 +217,25 @@ def test_a_killed_process_leaves_what_it_promised(tmp_path: Path) -> None:
 def test_twenty_killed_processes_leave_what_they_promised(tmp_path: Path) -> None:
     for seed in range(3, 23):
         kill_and_look(tmp_path, seed)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hot": 4, "block": 2}], ids=["files", "two memories"])
+def test_a_forked_process_is_another_writer(tmp_path: Path, native: bool, sizes: dict[str, Any]) -> None:
+    """It has the handles and the locks of the process that it was forked from, and its own counts of the same rows."""
+    cache = opened(tmp_path, **sizes)
+    grow(cache, 8)
+    if not (child := os.fork()):
+        code = 1
+        with suppress(BaseException):
+            for write in (partial(grow, cache, 8), *([] if sizes else [partial(cache.truncate, 3)])):
+                with pytest.raises(StoreError, match=r"given a process that was forked from its writer, process \d+\."):
+                    write()
+            code = 0 if same_outputs(cache, in_memory(8, **sizes)) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    grow(cache, 8)
+    assert same_outputs(cache, in_memory(16, **sizes))
+    cache.flush()
+    del cache
+    gc.collect()
+    assert same_outputs(opened(tmp_path, **sizes), in_memory(16, **sizes))

@@ -34,7 +34,7 @@ def check_new(subject: str, config: CacheConfig, k: Tensor, v: Tensor | None, de
             fix = transpose_hint_first("pass what the cache was made for", fits)
             raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
         check_dtype_and_device(f"{subject} {name}", config, x, device)
-    check_no_gradients(subject, tensors)
+    check_eager_tensors(subject, tensors)
     check_eager(subject, config, device)
     if v is not None and k.shape[2] != v.shape[2]:
         given = f"{k.shape[2]} and {v.shape[2]} tokens"
@@ -75,12 +75,30 @@ def check_captured(subject: str, token_mask: Tensor | None, device: torch.device
         raise KernelError(f"{subject} token_mask", "None in a CUDA graph", "a tensor", fix)
 
 
-def check_no_gradients(subject: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise if a tensor requires gradients, where they are enabled."""
+def check_eager_tensors(subject: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise unless kernels of a cache can read the tensors' memory, and no gradient is asked for."""
     for name, x in tensors.items():
-        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+        if not isinstance(x, Tensor):
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
             given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
             raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)
+        if not torch.compiler.is_compiling() and not _has_memory(x):
+            call = next((f"x.{call}()" for call in ("to_local", "wait") if hasattr(x, call)), "a copy of its numbers")
+            fix = f"pass the plain tensor in it: {call}"
+            raise DtypeError(f"{subject} {name}", "a tensor with memory of its own", type(x).__name__, fix)
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        fix = "call it before the transform, and pass its output on"
+        raise KernelError(subject, "a call outside of torch.func's transforms", "one inside", fix)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Return whether a tensor has memory: a DTensor and the result of an asynchronous collective wrap one that has."""
+    try:
+        x.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 class StepFault(Enum):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradients
+from attnmesh.cache.call_checks import check_dtype_and_device, check_eager_tensors
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.checks.argument_checks import check_tensor
@@ -140,7 +140,7 @@ def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) ->
             fix = "make the cache with the engine's block, heads and widths"
             raise ShapeError(f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
         check_dtype_and_device(f"append_pages {name}", config, pool, shard.device, rows=True)
-        check_no_gradients("append_pages", {name: pool})
+        check_eager_tensors("append_pages", {name: pool})
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
     if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
         raise DtypeError(subject, "a tensor of int32 or int64", type_and_shape(table), fix)

@@ -234,8 +234,8 @@ class TieredShard(OrderedShard, MemoryShard):
             self.cold.append_rows_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
-            is_gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT
-            if is_gone or not retry:
+            is_full = isinstance(error.__cause__, OSError) and error.__cause__.errno != ENOENT
+            if not is_full or not retry:
                 raise
             raise StoreError(subject, expected, given, f"free space there, and {retry}") from error
 

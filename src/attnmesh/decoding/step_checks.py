@@ -11,7 +11,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.call_checks import (
     check_dtype_and_device,
     check_eager,
-    check_no_gradients,
+    check_eager_tensors,
     check_step,
     needs_cpu,
 )
@@ -72,7 +72,7 @@ def spec_of_step(
     q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
     (cache,) = inputs.caches
     config = cache.config
-    check_no_gradients(subject, {"q": q, "sinks": sinks})
+    check_eager_tensors(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
     if config.values == "none":
         fix = 'append values too, to a cache without values="none"'
@@ -156,7 +156,7 @@ def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
         expected = f"out in {q.dtype} or {wide}, lse in {wide}"
         raise DtypeError(subject, expected, f"out in {out.dtype}, lse in {lse.dtype}", fix)
     check_one_device(subject, {"q": q, "out": out, "lse": lse})
-    check_no_gradients(subject, {"out": out, "lse": lse})
+    check_eager_tensors(subject, {"out": out, "lse": lse})
     if spec.reproducible:
         expected = "no partial= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Partial", "leave one of them out")
@@ -167,7 +167,7 @@ def spec_with_bias(inputs: StepInputs, bias: Tensor | None, spec: StepSpec) -> S
     if bias is None:
         return spec
     check_distance_bias("decode", bias, inputs.q, spec.scaling, spec.kernel, inputs.selected)
-    check_no_gradients("decode", {"distance_bias": bias})
+    check_eager_tensors("decode", {"distance_bias": bias})
     subject, fix = "decode distance_bias", "leave one of them out"
     storage = inputs.caches[0].config.storage
     if storage is not None:

@@ -213,7 +213,11 @@ class FolderShard(OrderedShard):
                 return
 
     def _mend(self, length_and_used: tuple[int, int]) -> None:
-        """Let the journal say what the shard has, after an error or Ctrl-C between a record and its rows' count."""
+        """Let the journal say what the shard has, after an error or Ctrl-C between a record and its rows' count.
+
+        Every write begins with it. Raise in a process that was forked from the writer, before anything is written.
+        """
+        self.journal.check_writer()
         length, used = length_and_used
         base = self.whole_count * PIECE_TOKENS
         if self.journal.slot_counts != (base, base + used, length):

@@ -65,6 +65,8 @@ class Journal:
         """Number that tells the records of other ranks, layers and folders apart."""
         self.records: list[Record] = []
         self.handle = -1
+        self.writer = 0
+        """Process that opened the file. A process forked from it has its handle and its lock, but is another writer."""
 
     def __del__(self) -> None:
         self.close()
@@ -132,7 +134,15 @@ class Journal:
         """Open the file to write after its records, alone."""
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         lock_for_cache(self.handle, self.path)
+        self.writer = os.getpid()
         os.ftruncate(self.handle, self.record_bytes)
+
+    def check_writer(self) -> None:
+        """Raise in a process that was forked from the one that opened the file."""
+        if os.getpid() != self.writer:
+            given = f"a process that was forked from its writer, process {self.writer}"
+            fix = "append in the process that made the cache, or on cache.fork(), whose new tokens are in memory"
+            raise StoreError("KVCache folder", "one writer of a folder", given, fix)
 
     def begin(self, start: int, length: int, chain: int, rows: Sequence[tuple[int, int]] = ()) -> None:
         """Begin anew after `start` rows in whole pieces. `rows` are (stop, digest) of the runs after these rows."""
