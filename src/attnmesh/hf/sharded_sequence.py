@@ -96,6 +96,16 @@ class ShardedSequence:
         """True if all ranks have equally many labels to learn."""
         return len({*self.label_counts}) < 2
 
+    @property
+    def own_labels(self) -> int:
+        """Labels to learn of this rank."""
+        return self.label_counts[RankMesh.of(self.mesh).shard_index] if self.label_counts else 0
+
+    @property
+    def has_even_tokens(self) -> bool:
+        """True if all ranks have equally many tokens."""
+        return len({len(self.layout.positions(self.length, self.ranks, index)) for index in range(self.ranks)}) == 1
+
     def begin(self) -> None:
         """Begin a forward pass of these tokens."""
         self.forward_pass.begin()

@@ -48,6 +48,45 @@ def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
+MEANS = {
+    "of all tokens": lambda losses, labels: losses.mean(),
+    "of their squares": lambda losses, labels: losses.square().mean(),
+    "by the larger one": lambda losses, labels: losses.clamp(min=4.5).mean(),
+    "of those with labels": lambda losses, labels: losses[labels != -100].mean(),
+}
+"""Losses of one's own, which take a mean."""
+
+
+def mean_loss(model: nn.Module, kind: str, targets: torch.Tensor, **batch: Any) -> torch.Tensor:
+    losses = nn.functional.cross_entropy(model(**batch).logits[0], targets, reduction="none")
+    return MEANS[kind](losses, targets)
+
+
+@on_each_rank
+def compute_mean_loss(tokens: int, kind: str) -> float | str:
+    """Return a mean of this rank's losses, or the error."""
+    ids = prompt(tokens)
+    part = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 1, 2), AXES))
+    inputs = {name: part[name] for name in ("input_ids", "position_ids", "attention_mask")}
+    try:
+        return float(mean_loss(families.model("llama", "attnmesh"), kind, part["shift_labels"][0], **inputs).detach())
+    except errors.ArgumentError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_weighs_all_tokens_equally_or_is_refused(kind: str, pool: Pool) -> None:
+    """Both ranks have 10 labels of 21 tokens, the last of which has none: one has 11 tokens, the other 10."""
+    ids = prompt(21)
+    labels = nn.functional.pad(ids[0, 1:], (0, 1), value=-100)
+    whole = float(mean_loss(families.model("llama", "sdpa"), kind, labels, input_ids=ids).detach())
+    found = pool.run(2, compute_mean_loss, 21, kind)
+    if kind == "of those with labels":
+        assert sum(found) / 2 == pytest.approx(whole, rel=FLOAT32_SUMS)
+    else:
+        assert all("given a mean over one rank's tokens" in error for error in found), found
+
+
 @on_each_rank
 def compute_loss_with_count(count: Any) -> float | str:
     """Return the loss of a model that is called with another count, or the error."""

@@ -18,7 +18,8 @@ from tests.support.models.families import prompt
 IDS = prompt(12)
 LABELS = IDS.masked_fill((torch.arange(12) >= 3) & (torch.arange(12) < 7), -100)
 COUNT = "or call hf.mean_over_mesh(losses, mask, mesh)"
-WEIGHTS = "attnmesh.hf num_items_in_batch: expected a loss that weighs the tokens of all ranks equally, given a mean"
+WEIGHED = "attnmesh.hf num_items_in_batch: expected a loss that weighs the tokens of all ranks equally, given"
+WEIGHTS = f"{WEIGHED} a mean"
 SHIFTED = "attnmesh.hf labels: expected tokens that are shifted before they are cut, given a shard without its first"
 DIVISOR = "attnmesh.hf num_items_in_batch: expected the count of the batch, given"
 
@@ -66,6 +67,30 @@ CASES = [
         lambda logits, part: cross_entropy(logits[:-1], part["shift_labels"][..., 1:][0]),
     ),
     row("take `cross_entropy` with its mean", WEIGHTS, COUNT, lambda logits, part: losses(logits, part, "mean")),
+    row(
+        "weigh classes in `cross_entropy` with its mean",
+        f"{WEIGHTS} over one rank's tokens by weights of classes",
+        COUNT,
+        lambda logits, part: cross_entropy(logits, part["shift_labels"][0], weight=torch.ones(logits.shape[-1])),
+    ),
+    row(
+        "call `backward` on a sum of losses",
+        f"{WEIGHED} a sum over one rank's tokens, which nothing divides",
+        COUNT,
+        lambda logits, part: losses(logits, part, "sum").backward(),
+    ),
+    row(
+        "change each token's loss, as by a power, and take the mean",
+        WEIGHTS,
+        COUNT,
+        lambda logits, part: (losses(logits, part) ** 2 / 2)[learned(part)].mean(),
+    ),
+    row(
+        "take the mean of the largest losses",
+        f"{WEIGHED} topk of one rank's tokens",
+        COUNT,
+        lambda logits, part: losses(logits, part).topk(2).values.mean(),
+    ),
     row(
         'take the masked mean of `cross_entropy(reduction="none")`',
         f"{DIVISOR} another tensor",

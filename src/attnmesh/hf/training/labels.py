@@ -23,6 +23,15 @@ PER_TOKEN_FUNCTIONS = {
 }
 """Functions of PyTorch that return one value for each token, from one value for each token."""
 
+SUM_FUNCTIONS = {"sum", "nansum", "dot", "inner", "vdot", "matmul", "__matmul__", "mv"}
+"""Functions of PyTorch that add values of tokens, weighed or not."""
+
+RANKING_FUNCTIONS = {
+    *("max", "min", "amax", "amin", "topk", "kthvalue", "median", "nanmedian", "quantile", "nanquantile", "mode"),
+    *("std", "var", "norm", "prod", "logsumexp"),
+}
+"""Functions of PyTorch whose result over all tokens is no mean of their results over the tokens of each rank."""
+
 
 class GuardedLabels(ShardTensor):
     """Labels that request a loss from a model. The model must compute it from `shift_labels`."""
@@ -49,29 +58,50 @@ class ShardLabels(ShardTensor):
             return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
         self.sequence.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
-        if reduction == "mean":
-            check_even_labels(self)
-        loss_type = LossSum if reduction == "sum" else TokenLosses
-        return call() if reduction == "mean" else loss_type.of(call(), sequence=self.sequence)
+        if reduction == "sum":
+            return LossSum.of(call(), sequence=self.sequence)
+        if reduction != "mean":
+            return TokenLosses.of(call(), sequence=self.sequence)
+        if (args[2] if len(args) > 2 else kwargs.get("weight")) is not None and self.sequence.ranks > 1:
+            raise _uneven("a mean over one rank's tokens by weights of classes")
+        if not self.sequence.has_even_labels:
+            raise _uneven("a mean over one rank's tokens")
+        return call()
 
 
-def check_even_labels(labels: ShardTensor) -> None:
-    """Raise for a mean over this rank's labels, unless all ranks have equally many."""
-    if not labels.sequence.has_even_labels:
-        expected = "a loss that weighs the tokens of all ranks equally"
-        raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", COUNT_ALL)
+def _uneven(given: str) -> ArgumentError:
+    """Return the error about a loss of one rank's tokens, of which the mean over ranks is not that of all tokens."""
+    expected = "a loss that weighs the tokens of all ranks equally"
+    return ArgumentError(f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
 
 
 class TokenLosses(ShardTensor):
     """Losses of this rank's tokens, or log-probabilities of their labels."""
 
+    is_selected = False
+    """True for those of some tokens, as of the ones that have labels."""
+
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result. A mean raises if ranks have unequally many labels."""
-        if name in ("mean", "nanmean"):
-            check_even_labels(self)
-        if name in ("sum", "nansum"):
+        """Return the result. A mean raises unless it weighs the tokens of all ranks equally."""
+        if name in ("mean", "nanmean") and not self._has_even_mean():
+            raise _uneven("a mean over one rank's tokens")
+        if name in RANKING_FUNCTIONS and self.requires_grad and self.sequence.ranks > 1:
+            raise _uneven(f"{name} of one rank's tokens")
+        if name in SUM_FUNCTIONS:
             return LossSum.of(call(), sequence=self.sequence)
-        return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
+        result = call()
+        if not isinstance(result, Tensor):
+            return result
+        if name == "masked_select" or (name == "__getitem__" and isinstance(args[1], Tensor)):
+            return self.of(result, **{**vars(self), "is_selected": True})
+        is_per_token = result.is_floating_point() and result.numel() == self.numel()
+        return self.wrap(result) if is_per_token or name in PER_TOKEN_FUNCTIONS else result
+
+    def _has_even_mean(self) -> bool:
+        """Return whether a mean divides by an equal number on all ranks: of all tokens, or of those with labels."""
+        sequence = self.sequence
+        is_even = self.numel() == sequence.own_labels if self.is_selected else sequence.has_even_tokens
+        return sequence.ranks == 1 or (sequence.has_even_labels and is_even)
 
 
 class LossSum(ShardTensor):
@@ -82,8 +112,10 @@ class LossSum(ShardTensor):
 
         Then the mean over ranks is the loss of the whole batch, as it is with the batch's `ItemCount`.
         """
-        if name in ("__get__", "to", "float", "double", "neg", "__neg__", "negative"):
+        if name in VIEW_FUNCTIONS | {"neg", "__neg__", "negative", "sum", "mean"}:
             return self.wrap(call())
+        if name == "backward" and self.sequence.ranks > 1:
+            raise _uneven("a sum over one rank's tokens, which nothing divides")
         if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.sequence.ranks == 1:
             return call()
         divisor = args[1] if len(args) > 1 else kwargs["other"]
