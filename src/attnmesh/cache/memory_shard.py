@@ -208,14 +208,11 @@ class MemoryShard(CacheShard):
         """Return steps that reorder as many sequences in their own memory. The temporary copy is one head."""
         used = self.used_slots
         steps = list[Step]()
-        first = self.kv_tensors[0]
-        with torch.inference_mode(False):
-            copied = first.new_empty(len(index) * used * max(x.shape[3] for x in self.kv_tensors))
-        for head in range(first.shape[1]):
-            for x in self.kv_tensors:
-                old = x[:, head, :used]
-                rows = copied[: old.numel()].view_as(old)
-                steps += [partial(_select, old, index, rows), partial(_write, old, rows)]
+        copied = self.kv_tensors[0].new_empty(len(index) * used * max(x.shape[3] for x in self.kv_tensors))
+        for x in self.kv_tensors:
+            rows = copied[: len(index) * used * x.shape[3]].view(len(index), used, x.shape[3])
+            for head in x[:, :, :used].unbind(1):
+                steps += [partial(_select, head, index, rows), partial(_write, head, rows)]
         return steps
 
     def grow(self, config: CacheConfig) -> None:
