@@ -15,7 +15,7 @@ from tests.support.models.families import prompt
 from tests.support.models.recurrent import FAMILIES, model_of
 from tests.support.process.interrupts import interrupt
 
-STEP = 11
+STEP = 7
 """Every such point is tried."""
 
 

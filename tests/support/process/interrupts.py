@@ -9,16 +9,21 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 import attnmesh as am
 
 PACKAGE = str(Path(am.__file__).parent)
 
+AFTER = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
+"""Instructions after which Python looks for signals."""
+
 
 @cache
 def interruptible(code: CodeType) -> frozenset[int]:
-    """Return the instructions of a function before which Python may raise: after calls, and where a line begins."""
-    after_calls = (after.offset for op, after in pairwise(dis.get_instructions(code)) if op.opname.startswith("CALL"))
-    return frozenset((*after_calls, *(offset for offset, _ in dis.findlinestarts(code))))
+    """Return the instructions of a function before which Python may raise: its first one, and those after calls."""
+    after = (next_op.offset for op, next_op in pairwise(dis.get_instructions(code)) if op.opname in AFTER)
+    return frozenset(after)
 
 
 class Place(NamedTuple):
@@ -43,7 +48,7 @@ def interrupt(function: Callable[[], object], number: int) -> Place | None:
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, has_gradients = sys.gettrace(), torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         function()
@@ -51,4 +56,5 @@ def interrupt(function: Callable[[], object], number: int) -> Place | None:
         return found[0]
     finally:
         sys.settrace(before)
+        torch.set_grad_enabled(has_gradients)  # the trace may raise where a `with` ends, before Python would
     return None
