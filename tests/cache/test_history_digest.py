@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.history_digest import HistoryDigest
+from attnmesh.runtime.unbroken import unbroken
 
 pytestmark = pytest.mark.quick
 
@@ -19,7 +20,7 @@ def after(*changes: Tensor) -> HistoryDigest:
     history, tokens = HistoryDigest(CPU), 0
     for change in changes:
         if change.ndim == 1:
-            history.add_order(change)
+            unbroken(history.steps_to_add_order(change))
         else:
             history.add_padding(change, tokens)
             tokens += change.shape[1]

@@ -81,15 +81,14 @@ def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch:
 
 
 def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reorder = random_cache(61, batch=2), MemoryShard.reorder
+    cache = random_cache(61, batch=2)
     cache.save(tmp_path)
 
-    def half(shard: MemoryShard, index: torch.Tensor) -> None:
-        reorder(shard, index)
+    def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryShard, "reorder", half)
+        patch.setattr(memory_shard, "_write", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reorder(torch.tensor([1, 0]))
     cache.save(tmp_path)
@@ -141,12 +140,12 @@ def interrupted(function: Callable[[], object], name: str, line: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("change", ["resize", "_share"])
+@pytest.mark.parametrize("change", ["_resized", "_share"])
 def test_ctrl_c_while_tokens_move_to_other_memory_loses_none(change: str) -> None:
     """Ctrl-C between two fields of a shard would leave them unlike: later tokens then lie beyond its memory."""
     k, v = numbers(2, 1, 2, 110, 8, seed=1)
     q = numbers(1, 1, 4, 1, 8, seed=2)[0]
-    mask = am.Window(20) if change == "resize" else None
+    mask = am.Window(20) if change == "_resized" else None
     outputs = list[Tensor]()
     for line in count():
         cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=300, dtype=torch.float32, block=8, mask=mask)

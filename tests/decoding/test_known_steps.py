@@ -15,6 +15,7 @@ from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
+from attnmesh.runtime.unbroken import unbroken
 from tests.support.caches.altered import append_on_this_rank_alone, forget_known_calls
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.seeds import pairs
@@ -208,7 +209,7 @@ def step_while_one_disagrees(difference: str, odd: int, checked: bool | None) ->
         text = str(error)
     else:
         text = "NaN" if bool(out.isnan().all()) else "numbers"
-    cache.local_shards.truncate(8, ())
+    unbroken(cache.local_shards.steps_to_truncate(8, ()))
     assert bool(am.decode(query(), cache).isfinite().all())
     return text
 

@@ -56,7 +56,7 @@ def test_random_histories_are_those_of_lists(seed: int) -> None:
             sequences = [real + mask for real, mask in zip(sequences, masks, strict=True)]
         elif kind == "cut":
             length = random.randint(0, before)
-            padding.cut(length, before)
+            padding.cut(length)
             sequences = [real[:length] for real in sequences]
         elif kind == "reorder":
             order = [random.randrange(3) for _ in range(3)]

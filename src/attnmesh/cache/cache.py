@@ -29,13 +29,13 @@ from attnmesh.cache.new_tokens import (
 )
 from attnmesh.cache.pages import Pages, append_pool_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
-from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.unbroken import Step, unbroken
 from attnmesh.setup.init_mesh import device_fault, device_for
 
 
@@ -297,8 +297,7 @@ class KVCache(CacheProperties):
             rows = tuple(map(self.config.rows_of, tensors_to_append(k, v)))
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
-                self.local_shards.append_rows_at(rows, tokens, new_count, token_mask, queries)
-        self.local_shards.counter.set_rank_counts(rank_counts)
+                self.local_shards.append_rows_at(rows, tokens, new_count, token_mask, queries, rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
@@ -337,8 +336,14 @@ class KVCache(CacheProperties):
             table = agreement.compare({"to": length}, payload=numbers)
         self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
-            self.local_shards.truncate(length, table)
-        self.changes += 1
+            steps = self.local_shards.steps_to_truncate(length, table)
+            unbroken([*steps, self._step_to_count(), partial(self._truncate_history, length)])
+
+    def _step_to_count(self) -> Step:
+        """Return a step that counts one more truncation or reorder."""
+        return partial(setattr, self, "changes", self.changes + 1)
+
+    def _truncate_history(self, length: int) -> None:
         self.history.truncate(length, self.own_shard.token_mask)
 
     @torch.no_grad()
@@ -367,7 +372,6 @@ class KVCache(CacheProperties):
     def move_hot(self, device: torch.device) -> None:
         """Move the newest tokens of this rank to another device."""
         shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
-        assert isinstance(shard, TieredShard)
         self.guard = CallGuard(self.rank_mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
         self.local_shards.replace_own(shard.with_hot_on(device, self.guard.raise_uncompared))
@@ -412,14 +416,24 @@ class KVCache(CacheProperties):
         3
         """
         with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            check_order(self.config, batch_index)
+            self.check_order(batch_index)
         self.saved_pieces.finish_writing()
+        unbroken(self.steps_to_reorder(batch_index))
+
+    def check_order(self, batch_index: Tensor) -> None:
+        """Raise unless `batch_index` holds indices of sequences, and they can be put in this order."""
+        check_order(self.config, batch_index)
+        self.own_shard.check_order(batch_index)
+
+    @torch.no_grad()
+    def steps_to_reorder(self, batch_index: Tensor) -> list[Step]:
+        """Return steps that reorder the sequences, after `check_order`. Nothing has changed where this raises.
+
+        The first step lets later saves write all files: those of former saves are in the former order.
+        """
         index = batch_index.to(self.device)
-        self.saved_pieces.forget()  # after an error, a save would link to files in the former order
-        for shard in self.local_shards.all:
-            shard.reorder(index)
-        self.history.add_order(index)
-        self.changes += 1
+        steps = [self.saved_pieces.forget, *self.local_shards.steps_to_reorder(index)]
+        return [*steps, *self.history.steps_to_add_order(index), self._step_to_count()]
 
     def pages(self) -> list[Pages]:
         """Return this rank's blocks without copying them: those that forks share, if any, and then its own.

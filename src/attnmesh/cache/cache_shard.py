@@ -16,6 +16,7 @@ from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, USED, CacheVie
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.unbroken import Step, unbroken
 
 NEWEST_TOKENS = 16
 """Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
@@ -68,12 +69,12 @@ class CacheShard(ABC):
         """Write new tokens after those in the shard. They have this rank's heads."""
 
     @abstractmethod
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on."""
+    def steps_to_truncate(self, length: int) -> list[Step]:
+        """Return steps that remove the tokens from `length` on. Files are cut before it returns."""
 
     @abstractmethod
-    def reorder(self, index: Tensor) -> None:
-        """Replace sequence b by sequence `index[b]`; the batch may change."""
+    def steps_to_reorder(self, index: Tensor) -> list[Step]:
+        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
 
     @abstractmethod
     def grow(self, config: CacheConfig) -> None:
@@ -93,8 +94,10 @@ class CacheShard(ABC):
 
     # --- each kind in memory has these too: callers do not ask them of files ---
 
-    def make_room(self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False) -> bool:
-        """Make room for `new_count` tokens, in a cache that forgets."""
+    def steps_to_make_room(
+        self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
+    ) -> list[Step]:
+        """Return steps that make room for `new_count` tokens, in a cache that forgets."""
         raise NotImplementedError
 
     def put_before(self, piece: FrozenPiece) -> None:
@@ -103,6 +106,10 @@ class CacheShard(ABC):
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
         """Mark the tokens from `oldest` up to `length`, which a load has written. Return how many it has."""
+        raise NotImplementedError
+
+    def with_hot_on(self, device: torch.device, fail: Callable[..., NoReturn]) -> "CacheShard":
+        """Return a shard of the same tokens with the newest on another device, if it is of two memories."""
         raise NotImplementedError
 
     # --- a kind may override these ---
@@ -136,7 +143,7 @@ class CacheShard(ABC):
         raise KernelError(subject, "a cache of one piece in a graph", given, "decode with copy.deepcopy(cache)")
 
     def check_order(self, index: Tensor) -> None:
-        """Raise unless `reorder` can put the sequences in this order. `index` is on the CPU."""
+        """Raise unless the shard can put the sequences in this order."""
 
     def flush(self) -> None:
         """Let the colder memory of two have copies of all tokens."""
@@ -213,6 +220,10 @@ class CacheShard(ABC):
         piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
 
     # --- all kinds share these ---
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        unbroken(self.steps_to_truncate(length))
 
     @property
     def earlier_tokens(self) -> int:

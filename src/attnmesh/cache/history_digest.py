@@ -1,9 +1,12 @@
 """The history digest of a cache: one number for its padding and reorders so far, which ranks compare."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from attnmesh.core.digest import chained_digest
+from attnmesh.runtime.unbroken import Step
 
 
 class HistoryDigest:
@@ -32,10 +35,10 @@ class HistoryDigest:
         if len(places):
             self._set(chained_digest(self.digest + start, places))
 
-    def add_order(self, index: Tensor) -> None:
-        """Add a reorder."""
-        self._order_digest = chained_digest(self._order_digest, index)
-        self._set(chained_digest(self.digest, index))
+    def steps_to_add_order(self, index: Tensor) -> list[Step]:
+        """Return steps that add a reorder."""
+        order_digest, digest = chained_digest(self._order_digest, index), chained_digest(self.digest, index)
+        return [partial(setattr, self, "_order_digest", order_digest), partial(self._set, digest)]
 
     def truncate(self, length: int, token_mask: Tensor | None) -> None:
         """Keep the reorders, and the padding of the first `length` tokens. An empty cache keeps neither.
@@ -49,5 +52,5 @@ class HistoryDigest:
 
     def _set(self, digest: int) -> None:
         if digest != self.digest:
-            self.digest = digest
             self.digest_on_device.fill_(digest)
+            self.digest = digest  # after the copy: Ctrl-C between would leave it another one

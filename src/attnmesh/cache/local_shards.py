@@ -17,11 +17,11 @@ from attnmesh.cache.window import WindowStart, oldest_kept_token
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
-from attnmesh.errors import ShapeError
+from attnmesh.errors import InputError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_copies, checked_shares
-from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.unbroken import Step, unbroken
 
 
 class LocalShards:
@@ -150,7 +150,7 @@ class LocalShards:
 
     # --- tokens come and go ---
 
-    def try_append_plain(self, new: Tensors) -> bool:
+    def try_append_plain(self, new: tuple[Tensor, ...]) -> bool:
         """Add new tokens that fit, or return False. They are the same on every rank, and of a known signature."""
         shard, counter = self.own, self.counter
         length_and_used = counter.length_and_used(shard)
@@ -161,19 +161,44 @@ class LocalShards:
             return False
         if self.copy_shards or shard.config.mask is not None:
             counter.set_length(length_and_used[0])
-            self._append_to_each(new, None)
+            self._append_whole(partial(self._append_to_each, new, None))
             return True
-        if not shard.try_append_run(new, new_count, *length_and_used):
-            return False
-        counter.length = length_and_used[0] + new_count  # as `set_length` does, whose call would take time in each step
+        try:
+            if not shard.try_append_run(new, new_count, *length_and_used):
+                return False
+            counter.length = length_and_used[0] + new_count  # as `set_length`, whose call would take time in each step
+        except BaseException as error:
+            self._take_back(length_and_used[0], error)
+            raise
         return True
 
-    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
+    def append(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         self._recount()
-        self._append_to_each(new, token_mask)
+        self._append_whole(partial(self._append_to_each, new, token_mask))
 
-    def _append_to_each(self, new: Tensors, token_mask: Tensor | None) -> None:
+    def _append_whole(self, act: Callable[[], None]) -> None:
+        """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
+        length, rank_counts, oldest_query = self.counter.length, self.counter.rank_counts, self.oldest_query
+        memory = [shard.token_index for shard in self.all]
+        try:
+            act()
+        except BaseException as error:
+            if all(index is shard.token_index for index, shard in zip(memory, self.all, strict=True)):
+                self.oldest_query = oldest_query  # none has forgotten tokens
+            self.counter.set_rank_counts(rank_counts)
+            self._take_back(length, error)
+            raise
+
+    def _take_back(self, length: int, error: BaseException) -> None:
+        """Remove the tokens from `length` on, after an error or Ctrl-C in an append, which this CPU may not count.
+
+        In an error of files or of a colder memory, a shard has decided which tokens it has.
+        """
+        if not isinstance(error, InputError) and may_compare(self.own.device):
+            unbroken([*self._steps_to_cut(length), partial(self.counter.set_length, length)])
+
+    def _append_to_each(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens after those that are counted."""
         new_count = new[0].shape[2]
         if self.forget_mask is None:
@@ -190,14 +215,31 @@ class LocalShards:
         self._advance(new_count)
 
     def append_rows_at(
-        self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
+        self,
+        new: tuple[Tensor, ...],
+        tokens: Tensor,
+        new_count: int,
+        token_mask: Tensor | None,
+        queries: int,
+        rank_counts: RankCounts,
     ) -> None:
         """Add this rank's tokens with its heads, and send copies; all ranks together add `new_count`.
 
-        The last `queries` of all tokens may be decoded before the next append.
+        Then they have `rank_counts`. The last `queries` of all tokens may be decoded before the next append.
         """
-        oldest = 0
         self._recount()
+
+        def act() -> None:
+            self._append_rows_to_each(new, tokens, new_count, token_mask, queries)
+            self.counter.set_rank_counts(rank_counts)
+
+        self._append_whole(act)
+
+    def _append_rows_to_each(
+        self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
+    ) -> None:
+        """Add this rank's tokens, and those of other ranks to the copies."""
+        oldest = 0
         if self.forget_mask is None:
             self.own.append_rows_at(new, tokens, new_count, token_mask)
         else:
@@ -214,18 +256,22 @@ class LocalShards:
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, oldest)
 
-    def append_shared_blocks(self, piece: FrozenPiece | None, new: Tensors, tokens: Tensor, new_count: int) -> None:
+    def append_shared_blocks(
+        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
+    ) -> None:
         """Add the tokens of a piece, which stays shared, and copies of `new` after it, to an empty cache.
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
+        self._append_whole(partial(self._append_blocks, piece, new, tokens, new_count))
+
+    def _append_blocks(
+        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
+    ) -> None:
+        """Do the work of `append_shared_blocks`."""
         self.own.append_rows_at(new, tokens, new_count, None)
         if piece is not None:
-            try:
-                self.own.put_before(piece)
-            except BaseException:  # there may be no memory, and the cache is empty still
-                self.own.truncate(0)
-                raise
+            self.own.put_before(piece)
             self.forked = True
         self.counter.add_tokens(new_count)
 
@@ -240,13 +286,21 @@ class LocalShards:
         else:  # a graph is made, not run
             self.counter.enter_graphs()
 
-    def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
-        """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
-        for shard in self.all:
-            shard.truncate(length)
-            self.counter.recount_slots(shard)
-        self.counter.truncate(length, table)
-        self.oldest_query = min(self.oldest_query, length)
+    def steps_to_truncate(self, length: int, table: Sequence[Sequence[int]]) -> list[Step]:
+        """Return steps that remove the tokens from `length` on. Rows of `table` are (rank, its tokens before it)."""
+        count = partial(self.counter.truncate, length, table)
+        lower = partial(setattr, self, "oldest_query", min(self.oldest_query, length))
+        return [*self._steps_to_cut(length), count, lower]
+
+    def _steps_to_cut(self, length: int) -> list[Step]:
+        """Return steps that remove the tokens from `length` on from each shard."""
+        steps = [step for shard in self.all for step in shard.steps_to_truncate(length)]
+        recounts = [partial(self.counter.recount_slots, shard) for shard in self.all if self.forget_mask is not None]
+        return [*steps, *recounts]
+
+    def steps_to_reorder(self, index: Tensor) -> list[Step]:
+        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
+        return [step for shard in self.all for step in shard.steps_to_reorder(index)]
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -273,7 +327,7 @@ class LocalShards:
     # --- copies ---
 
     def _send_copies(
-        self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
+        self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
     ) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
 
@@ -348,13 +402,10 @@ class LocalShards:
 
         It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
         """
-        before = shard.token_index
-        try:
-            shard.make_room(self.counter.used_in(shard), new_count, find_oldest, forget=forget)
-        finally:
-            if shard.token_index is not before:
-                self.oldest_query = oldest_query
-                self.counter.recount_slots(shard)
+        used = self.counter.used_in(shard)
+        if steps := shard.steps_to_make_room(used, new_count, find_oldest, forget=forget):
+            forgets = partial(setattr, self, "oldest_query", oldest_query)
+            unbroken([*steps, forgets, partial(self.counter.recount_slots, shard)])
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memory import with_huge_pages
 from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.unbroken import Step
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
@@ -164,55 +165,78 @@ class MemoryShard(CacheShard):
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on."""
+    def steps_to_truncate(self, length: int) -> list[Step]:
+        """Return steps that remove the tokens from `length` on."""
         count = self.count_before(length)
+        steps = list[Step]()
         if count < self.earlier_tokens:
-            self._unshare(count)
-        if self.padding is not None:  # after `_unshare`, which may find no memory for the cut block
-            self.padding.cut(length, self.length)
-        self.device_counts[LENGTH], self.device_counts[USED] = length, count - self.earlier_tokens
+            steps.append(partial(vars(self).update, self._unshared(count)))
+            count %= self.config.block  # those of the block that is copied
+        else:
+            count -= self.earlier_tokens
+        if self.padding is not None:
+            steps.append(partial(self._cut_padding, length))
+        return [*steps, partial(self._set_counts, length, count)]
+
+    def _cut_padding(self, length: int) -> None:
+        assert self.padding is not None
+        self.padding.cut(length)
+
+    def _set_counts(self, length: int, used: int) -> None:
+        """Set the counts of tokens, on all ranks and in this shard."""
+        self.device_counts[LENGTH], self.device_counts[USED] = length, used
         if not length:
             self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace sequence b by sequence `index[b]`; the batch may change."""
-        used, self._viewed = self.used_slots, None
+    def steps_to_reorder(self, index: Tensor) -> list[Step]:
+        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
         padding = self.padding and self.padding.reordered(index)
-        earlier_pieces = tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
-        if len(index) != self.config.batch:
-            with torch.inference_mode(False):
-                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors)
-                self.kv_tensors = [
-                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.kv_tensors, blank, strict=True)
-                ]
-            self.config = replace(self.config, batch=len(index))
-        else:
-            for head in range(self.kv_tensors[0].shape[1]):  # the temporary copy is one head
-                for x in self.kv_tensors:
-                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
-        self.padding, self.earlier_pieces = padding, earlier_pieces
+        fields = {"_viewed": None, "padding": padding, "earlier_pieces": self._reordered_pieces(index)}
+        if len(index) == self.config.batch:
+            return [*self._steps_in_place(index), partial(vars(self).update, fields)]
+        with torch.inference_mode(False):
+            blank = [empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors]
+            for x, new in zip(self.kv_tensors, blank, strict=True):
+                torch.index_select(x, 0, index, out=new)
+        return [partial(vars(self).update, fields, kv_tensors=blank, config=replace(self.config, batch=len(index)))]
+
+    def _reordered_pieces(self, index: Tensor) -> tuple[FrozenPiece, ...]:
+        """Return the earlier pieces with sequence `index[b]` in place of b."""
+        return tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
+
+    def _steps_in_place(self, index: Tensor) -> list[Step]:
+        """Return steps that reorder as many sequences in their own memory. The temporary copy is one head."""
+        used = self.used_slots
+        steps = list[Step]()
+        copied = self.kv_tensors[0].new_empty(len(index) * used * max(x.shape[3] for x in self.kv_tensors))
+        for x in self.kv_tensors:
+            rows = copied[: len(index) * used * x.shape[3]].view(len(index), used, x.shape[3])
+            for head in x[:, :, :used].unbind(1):
+                steps += [partial(_select, head, index, rows), partial(_write, head, rows)]
+        return steps
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
 
-    def make_room(self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False) -> bool:
-        """Make room for `new_count` tokens after `used` ones. Where needed, forget those before token `find_oldest()`.
+    def steps_to_make_room(
+        self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
+    ) -> list[Step]:
+        """Return steps that make room for `new_count` tokens after `used` ones. None are needed if there is room.
 
-        Return True if the shard has other memory now.
+        They forget the tokens before token `find_oldest()`.
         """
         if not (forget or self.has_spare or used + new_count > self.slots):
-            return False
+            return []
         start = find_oldest()
         gone = self.count_before(start)
         needed = self.used_slots - gone + new_count
         usual = self._usual_slots(self.config)
         spare = spare_slots(self.config, self.turn)
-        self.resize(self.config, usual if needed <= usual else needed + spare, gone)
-        self.has_spare = self.slots > usual and new_count > spare
-        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
-        return True
+        slots = usual if needed <= usual else needed + spare
+        fields = self._resized(self.config, slots, gone)
+        fields["device_counts"][FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
+        return [partial(vars(self).update, fields, has_spare=slots > usual and new_count > spare)]
 
     def put_before(self, piece: FrozenPiece) -> None:
         """Put a piece with this rank's tokens before those in the shard, which needs as many slots less."""
@@ -230,6 +254,18 @@ class MemoryShard(CacheShard):
 
         A save may read the old memory. `earlier_pieces` are those of the shard afterwards; None keeps them.
         """
+        # In one call: where an allocation fails, or Ctrl-C comes, the shard has its old memory.
+        vars(self).update(self._resized(config, slots, forgotten, before, earlier_pieces))
+
+    def _resized(
+        self,
+        config: CacheConfig,
+        slots: int,
+        forgotten: int = 0,
+        before: Sequence[FrozenPiece] = (),
+        earlier_pieces: tuple[FrozenPiece, ...] | None = None,
+    ) -> dict[str, Any]:
+        """Return the fields that `resize` changes, with what they are afterwards."""
         used = self.used_slots
         slot_count = allocated_slots(slots, config.block)
         self._viewed = None  # the view would keep the old memory
@@ -250,16 +286,15 @@ class MemoryShard(CacheShard):
                 parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
                 kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
         device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
-        # Assigned last, in one call: where an allocation above fails, or Ctrl-C comes, the shard has its old memory.
-        vars(self).update(
-            kv_tensors=kv_tensors,
-            token_index=token_index,
-            padding=padding,
-            device_counts=device_counts,
-            earlier_pieces=self.earlier_pieces if earlier_pieces is None else earlier_pieces,
-            config=config,
-            slots=slots,
-        )
+        return {
+            "kv_tensors": kv_tensors,
+            "token_index": token_index,
+            "padding": padding,
+            "device_counts": device_counts,
+            "earlier_pieces": self.earlier_pieces if earlier_pieces is None else earlier_pieces,
+            "config": config,
+            "slots": slots,
+        }
 
     def fork(self) -> Self:
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -270,7 +305,7 @@ class MemoryShard(CacheShard):
     def clone(self) -> Self:
         """Return a copy with tensors of its own."""
         other = copy(self)
-        other._unshare()
+        other.join_pieces()
         return other._copy()
 
     def _copy(self) -> Self:
@@ -305,16 +340,16 @@ class MemoryShard(CacheShard):
             slots=self.slots - whole_slots,
         )
 
-    def _unshare(self, kept: int | None = None) -> None:
-        """Copy earlier pieces to this shard's own memory, before the tokens there.
+    def _unshared(self, kept: int | None = None) -> dict[str, Any]:
+        """Return fields by which this shard has copies of earlier pieces in its own memory, before the tokens there.
 
         With `kept` keep this rank's first `kept` tokens, which end in an earlier piece, and copy the block alone in
         which they end. Two pieces of 8 tokens, in blocks of 4:
 
                                  a piece  | another piece              | own memory
             tokens of this rank  0 ...  7 | 8 ... 11   12 13    14 15  | 16 ... 18
-            _unshare()           copied   | copied     copied   copied | stay
-            _unshare(kept=14)    shared   | shared     copied   gone   | gone
+            kept=None            copied   | copied     copied   copied | stay
+            kept=14              shared   | shared     copied   gone   | gone
         """
         earlier_tokens = self.earlier_tokens
         copied_from, copied_to, gone_slots = 0, earlier_tokens, 0
@@ -331,10 +366,21 @@ class MemoryShard(CacheShard):
             if first < stop:
                 copied.append(piece.part(first, stop))
             piece_start += piece.token_count
-        if copied_from < earlier_tokens:
-            self.resize(self.config, self.slots + earlier_tokens - copied_from, gone_slots, copied, tuple(shared))
+        slots = self.slots + earlier_tokens - copied_from
+        return self._resized(self.config, slots, gone_slots, copied, tuple(shared))
 
     def join_pieces(self) -> CacheShard:
         """Copy the earlier pieces to one memory, slot after slot, and return the shard that has it: this one."""
-        self._unshare()
+        if self.earlier_pieces:
+            vars(self).update(self._unshared())
         return self
+
+
+def _select(x: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Copy the sequences of `index` to `rows`."""
+    torch.index_select(x, 0, index, out=rows)
+
+
+def _write(x: Tensor, rows: Tensor) -> None:
+    """Replace all sequences by `rows`."""
+    x.copy_(rows)

@@ -8,7 +8,7 @@ The cold tier is an ordinary shard on the CPU. Its tokens before those of the ho
 Where the hot tier is full, its oldest blocks move to the cold tier in one copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from errno import ENOENT
 from functools import partial
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.kernels.cache_view import LENGTH, USED, CacheView
+from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import unbroken
+from attnmesh.runtime.unbroken import Step, unbroken
 
 LEAVING_PARTS = 4
 """A quarter of the hot tokens leave together. More parts would make more moves, of fewer tokens each."""
@@ -75,6 +75,10 @@ class TieredShard(OrderedShard, MemoryShard):
         """Refuse the tokens of two memories."""
         raise KernelError(subject, "a cache in one memory", f"hot={self.config.hot}", "make the cache without hot=")
 
+    def check_order(self, index: Tensor) -> None:
+        """Raise unless the cold tier can put the sequences in this order."""
+        self.cold.check_order(index)
+
     def check_in_graph(self, subject: str) -> None:
         """Raise unless a compiled step can read the cold tier."""
         self.cold.check_in_graph(subject)
@@ -122,7 +126,7 @@ class TieredShard(OrderedShard, MemoryShard):
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
         self.counts = TierCounts(length, used)
-        self.device_counts[LENGTH], self.device_counts[USED] = length, used
+        super()._set_counts(length, used)
 
     def _set_cold_count(self, cold_count: int) -> None:
         """Let the first `cold_count` tokens of the cold tier be the earlier pieces."""
@@ -174,7 +178,7 @@ class TieredShard(OrderedShard, MemoryShard):
         """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
-        steps = list[Callable[[], None]]()
+        steps = list[Step]()
         if leaving := self._count_leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
@@ -204,7 +208,7 @@ class TieredShard(OrderedShard, MemoryShard):
             x[:, :, start:stop] = new
         self.token_index[start:stop] = tokens
 
-    def _shift(self, count: int) -> list[Callable[[], None]]:
+    def _shift(self, count: int) -> list[Step]:
         """Return steps that move the tokens after the first `count` to the front, `count` at a time.
 
         No step writes what it reads.
@@ -257,15 +261,16 @@ class TieredShard(OrderedShard, MemoryShard):
         self._set_cold_count(self.earlier_tokens)
         return cold
 
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on."""
+    def steps_to_truncate(self, length: int) -> list[Step]:
+        """Return steps that remove the tokens from `length` on."""
         count = self.count_before(length)
         cold_count = self.earlier_tokens
-        steps = list[Callable[[], None]]()
+        steps = list[Step]()
         if length < self.cold.length:
-            steps += [partial(self.cold.truncate, length), partial(self._set_cold_count, min(cold_count, count))]
+            cut_cold = partial(self.cold.steps_to_truncate, length)
+            steps += [cut_cold, partial(self._set_cold_count, min(cold_count, count))]
         keep_hot = partial(self._set_counts, length, count - cold_count)
-        unbroken([*steps, self.refill_hot if count < cold_count else keep_hot])
+        return [*steps, self.refill_hot if count < cold_count else keep_hot]
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
         """Mark the tokens up to `length`, which a load has written to the cold tier, as present."""
@@ -279,16 +284,14 @@ class TieredShard(OrderedShard, MemoryShard):
         self.resize(config, max(self.slots, self._usual_slots(config)))
         self._set_cold_count(self.earlier_tokens)
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace sequence b by sequence `index[b]`; the batch may change."""
-        cold_order = index.cpu()
-        self.cold.check_order(cold_order)  # before anything changes
-        cold_count, self.earlier_pieces = self.earlier_tokens, ()
-        try:
-            super().reorder(index)
-            self.cold.reorder(cold_order)
-        finally:  # there may be no memory: the cold tokens are tokens of the cache still
-            self._set_cold_count(cold_count)
+    def steps_to_reorder(self, index: Tensor) -> list[Step]:
+        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
+        steps = [*super().steps_to_reorder(index), *self.cold.steps_to_reorder(index.cpu())]
+        return [*steps, partial(self._set_cold_count, self.earlier_tokens)]
+
+    def _reordered_pieces(self, index: Tensor) -> tuple[FrozenPiece, ...]:
+        """Return none, until the cold tier is reordered: its memory is that of the pieces."""
+        return ()
 
     def fork(self) -> "TieredShard":
         """Return a shard of the same tokens, which shares the cold tier's whole blocks, and copies the hot tier."""

@@ -38,9 +38,9 @@ class Padding(NamedTuple):
         after = real.flip(1).cumsum(1).flip(1)  # real tokens from this one on
         return real, (self.lengths[:, None] - after).clamp(min=0)
 
-    def cut(self, length: int, before: int) -> None:
-        """Remove the tokens from `length` up to `before`."""
-        self.lengths.sub_(self.token_mask[:, length:before].sum(1))
+    def cut(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        self.lengths.copy_(self.token_mask[:, :length].sum(1))  # an append that was broken off may have added to them
         self.token_mask[:, length:] = True  # True for all places without a token
 
     def reordered(self, index: Tensor) -> "Padding":

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+Step = Callable[[], "Sequence[Step] | None"]
+"""A part of a change. It gives the same result if it is done twice. Steps that it returns are done next."""
 
-def unbroken(steps: Sequence[Callable[[], object]]) -> None:
-    """Do the steps in order. Each step must give the same result if it is done twice.
 
-    If an error or Ctrl-C breaks off a step, this step is done again, then the later ones, and the error is raised.
+def unbroken(steps: Sequence[Step]) -> None:
+    """Do the steps in order.
+
+    If an error or Ctrl-C breaks off a step, this step is done again, then the later ones, and the error is raised. What
+    a step writes depends on nothing that it writes: an earlier step copies it to other memory.
 
     >>> done = []
     >>> def broken():
@@ -19,12 +23,15 @@ def unbroken(steps: Sequence[Callable[[], object]]) -> None:
     ...     done
     ['broken', 'broken', 'after']
     """
-    count = 0
+    left = [*steps]
     try:
-        while count < len(steps):
-            steps[count]()
-            count += 1
+        _finish(left)
     except BaseException:
-        for step in steps[count:]:
-            step()
+        _finish(left)
         raise
+
+
+def _finish(left: list[Step]) -> None:
+    """Do the steps that are left. Each is replaced by those that it returns, once it is done."""
+    while left:
+        left[:1] = left[0]() or ()

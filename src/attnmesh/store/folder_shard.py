@@ -26,7 +26,7 @@ from attnmesh.kernels.cache_view import LENGTH, USED
 from attnmesh.kernels.native.append import FILE_FIELDS, native_append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import unbroken
+from attnmesh.runtime.unbroken import Step, unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
     PIECE_TOKENS,
@@ -286,22 +286,23 @@ class FolderShard(OrderedShard):
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend((length, 0))
 
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on."""
+    def steps_to_truncate(self, length: int) -> list[Step]:
+        """Remove the tokens from `length` on. No steps are left: an error of the system is raised at once."""
         count = self.count_before(length)
         base = self.whole_count * PIECE_TOKENS
         if (length, count) == (self.length, base + self.used_slots):
-            return
+            return []
         with self._writing():
             if count < base:
                 self._cut(count, length)
-                return
+                return []
             starts = (record.start for record in self.journal.records[1:])
             start = max((start for start in starts if start <= count), default=count)
             digest = self.piece.digest(start - base, count - base) if start < count else 0
             self.sums.forget()
             self.journal.add(start, count, length, digest)
             self._set(length, count - base)
+        return []
 
     def _cut(self, count: int, length: int) -> None:
         """Keep the first `count` rows, and fill again the piece in which they end."""
@@ -355,12 +356,12 @@ class FolderShard(OrderedShard):
 
     def check_order(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
-        if not torch.equal(index, torch.arange(self.config.batch, device="cpu")):
+        if not torch.equal(index.cpu(), torch.arange(self.config.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
-    def reorder(self, index: Tensor) -> None:
-        """Let each sequence stay: `check_order` refuses others."""
-        self.check_order(index)
+    def steps_to_reorder(self, index: Tensor) -> list[Step]:
+        """Return no steps: `check_order` refuses other orders."""
+        return []
 
     def _refuse(self, expected: str, given: str) -> NoReturn:
         fix = "call it on cache.fork(), or load the folder with KVCache.load"

@@ -60,6 +60,7 @@ class CompressedLayer(TailLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys with their layer, for the attention function to store."""
+        self.cache.history.check_order("ShardedCache")
         check_implementation("ShardedCache", self.cache.config)
         self.query_positions = self.selected = None
         pending = JoinedKV(key_states, value_states, self)

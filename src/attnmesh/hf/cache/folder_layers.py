@@ -96,6 +96,7 @@ def _check_filled(cache: StoredLayers) -> None:
             subject, "a cache with layers of attention", "recurrent states alone", "prefill again instead"
         )
     _check_no_images(cache, subject)
+    cache.history.check_order(subject)
     counts = {count for layer in cache.attention_layers for count in layer.token_counts}
     filled = len(cache.kv_caches) == cache.num_kv_caches and 0 not in counts
     if not filled:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import dist_all_gather_ints
+from attnmesh.errors import KernelError
 from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift, shift_of
 
 
@@ -27,8 +28,16 @@ class CacheHistory:
     """False while the model runs: after an error, recurrent states may be ahead of the tokens."""
     rollback_length: int | None = None
     """Tokens before a call of `decode_rows` that has not ended; None if there is no such call."""
+    is_mixed: bool = False
+    """True while sequences are reordered: after an error, layers may have them in different orders."""
     lowest: int = 0
     """`HeldCounts.lowest` of all ranks, after an error left some ranks ahead: those ranks have forgotten more."""
+
+    def check_order(self, subject: str) -> None:
+        """Raise if layers may have the sequences in different orders."""
+        if self.is_mixed:
+            expected, given = "sequences in one order in all layers", "layers of which an error has reordered some"
+            raise KernelError(subject, expected, given, "call reset(), and prefill the prompts again")
 
     @staticmethod
     def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":

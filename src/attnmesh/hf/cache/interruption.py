@@ -16,7 +16,7 @@ class HeldCounts(NamedTuple):
     lowest: int
     """Fewest tokens to which all layers can go back, besides 0: they can always drop all tokens."""
     is_interrupted: int
-    """True if an error broke off a forward pass."""
+    """True if an error broke off a forward pass, or a reorder."""
 
     @classmethod
     def of_ranks(cls, numbers_by_rank: Sequence[Sequence[int]]) -> "HeldCounts":
@@ -28,8 +28,9 @@ class HeldCounts(NamedTuple):
 def held_counts(cache: StoredLayers) -> HeldCounts:
     """Return the numbers of the tokens that a cache holds on this rank."""
     counts = {count for layer in cache.attention_layers for count in layer.token_counts} or {cache.get_seq_length()}
-    is_interrupted = not cache.history.is_consistent or len(counts) > 1
-    if cache.irreversible_layers:
+    is_mixed = cache.history.is_mixed
+    is_interrupted = not cache.history.is_consistent or is_mixed or len(counts) > 1
+    if cache.irreversible_layers or is_mixed:
         lowest = min(counts) + is_interrupted
     else:
         all_shards = [kv_cache.local_shards for kv_cache in cache.kv_caches]
@@ -67,6 +68,8 @@ def can_continue(cache: StoredLayers) -> bool:
     tokens that the first one has.
     """
     length = cache.history.rollback_length
+    if cache.history.is_mixed:
+        return False
     if length is None:
         layers = cache.attention_layers
         counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}

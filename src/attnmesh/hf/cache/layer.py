@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -87,6 +88,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
+        self.cache.history.check_order("ShardedCache")
         if not self.is_made:  # once, as configurations are slow to read; another attention raises at what it gets
             check_implementation("ShardedCache", self.cache.config)
         if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
@@ -264,10 +266,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         for kv_cache in self.kv_caches if tokens_to_remove else []:
             kv_cache.truncate(max(0, kv_cache.length + tokens_to_remove))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        for kv_cache in self.kv_caches:
-            kv_cache.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        return [partial(kv_cache.steps_to_reorder, index) for kv_cache in self.kv_caches]
 
 
 def _cache_to_extend(kv_cache: KVCache | None, batch: int) -> KVCache | None:
@@ -290,10 +291,10 @@ class TailLayer(ShardedLayer):
         """Replace the tensors."""
         self.tensors = dict(tensors)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        super().reorder_cache(beam_idx)
-        self.tensors = {name: x[beam_idx.long().to(x.device)] for name, x in self.tensors.items()}
+    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        tensors = {name: x[index.to(x.device)] for name, x in self.tensors.items()}
+        return [*super().steps_to_reorder(index), partial(setattr, self, "tensors", tensors)]
 
     def reset(self) -> None:
         """Drop all tokens."""

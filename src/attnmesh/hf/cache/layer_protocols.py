@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.make_shards import OpenFolder
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.kernels.padding import Padding
 
@@ -19,6 +20,7 @@ class LayersCache(Protocol):
     config: PreTrainedConfig
     mesh: DeviceMesh | None
     settings: CacheSettings
+    history: CacheHistory
     stock_window: int | None
 
     @property

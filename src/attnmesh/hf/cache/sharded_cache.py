@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from attnmesh.cache.cache import KVCache, check_order
+from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
@@ -229,6 +229,8 @@ class ShardedCache(StoredLayers):
 
     def restorable_length(self, length: int) -> int:
         """Return `length` if all layers can go back to as many tokens, and 0 if a layer cannot."""
+        if self.history.is_mixed:
+            return 0
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
         serves = all(kv_cache.local_shards.serves(length) for kv_cache in self.kv_caches)
@@ -282,15 +284,15 @@ class ShardedCache(StoredLayers):
             InputError: An index is out of range, or ranks differ. No layer has changed then.
         """
         kv_caches = self.kv_caches
-        # Ranks compare before any layer changes: recurrent layers would be reordered before a later layer raises.
+        index = beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx
         with kv_caches[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kv_caches else nullcontext():
-            for kv_cache in kv_caches[:1]:
-                check_order(kv_cache.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+            for kv_cache in kv_caches:
+                kv_cache.check_order(index)
+        for kv_cache in kv_caches:
+            kv_cache.saved_pieces.finish_writing()
         if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
-        super().reorder_cache(beam_idx)
-        if self.tokens is not None:
-            self.tokens = self.tokens[beam_idx.long().to(self.tokens.device)]
+        self._reorder_layers(index)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence. The beams of one prompt share its keys.

@@ -1,6 +1,7 @@
 """Layers of a `ShardedCache` that keep a recurrent state, whole on every rank: it does not grow with the tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +50,15 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             else:
                 self.update_recurrent_state(x, int(index))
 
+    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        steps = list[Callable[[], Any]]()
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(self, name).items()
+            reordered = {i: None if x is None else x.index_select(0, index.to(x.device)) for i, x in states}
+            steps.append(partial(setattr, self, name, reordered))
+        return steps
+
     def reset(self) -> None:
         """Drop the states. The next ones may be of another batch."""
         LinearAttentionLayer.__init__(self, self.number_of_states)
@@ -76,10 +86,9 @@ class HybridLayer(StateLayer, ShardedLayer):
 
     crop = ShardedLayer.crop  # of no tokens, or of all
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        ShardedLayer.reorder_cache(self, beam_idx)
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        return [*ShardedLayer.steps_to_reorder(self, index), *StateLayer.steps_to_reorder(self, index)]
 
 
 def make_layers(config: PreTrainedConfig, cache: LayersCache) -> list[Any]:

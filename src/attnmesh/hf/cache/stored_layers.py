@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import RankMesh
+from attnmesh.runtime.unbroken import unbroken
 
 
 class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
@@ -91,6 +93,17 @@ class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
     def tokens_per_key(self) -> list[int]:
         """Tokens that a key of each cache stands for."""
         return [count for layer in self.attention_layers for count in layer.tokens_per_key]
+
+    def _reorder_layers(self, index: Tensor) -> None:
+        """Replace sequence b by sequence `index[b]` in all layers and ids, or in none, after the caches' `check_order`.
+
+        If a layer finds no memory, the layers stay marked as mixed.
+        """
+        tokens = None if self.tokens is None else self.tokens[index.to(self.tokens.device)]
+        mixed, reordered = replace(self.history, is_mixed=True), replace(self.history, tokens=tokens)
+        layers = [layer for layer in self.layers if isinstance(layer, (ShardedLayer, StateLayer, CrossLayer))]
+        steps = [partial(layer.steps_to_reorder, index) for layer in layers]
+        unbroken([partial(setattr, self, "history", mixed), *steps, partial(setattr, self, "history", reordered)])
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""

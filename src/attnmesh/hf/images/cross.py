@@ -3,6 +3,8 @@
 Features do not grow with the text, so their keys and values are whole on every rank, in the cache too.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,11 +50,13 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop the images. The model skips the layer then."""
         super().__init__()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        if self.is_initialized:
-            index = beam_idx.long().to(self.keys.device)
-            self.keys, self.values = self.keys[index], self.values[index]
+    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        if not self.is_initialized:
+            return []
+        index = index.to(self.keys.device)
+        tensors = {"keys": self.keys[index], "values": self.values[index]}
+        return [partial(setattr, self, name, x) for name, x in tensors.items()]
 
 
 class SomeKeys(Opaque):
