@@ -37,6 +37,8 @@ SMALL |= {"num_key_value_heads": 2, "head_dim": 16}
 def main() -> None:
     """Train, evaluate and save."""
     args = parse_arguments()
+    if args.model is None:
+        torch.set_num_threads(1)  # threads wait for each other longer than so small a model computes
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("attnmesh").setLevel(logging.INFO)  # prints what "auto" chooses
     settings = training_settings(args)  # starts the process group under torchrun

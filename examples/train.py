@@ -19,13 +19,12 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,7 +65,7 @@ def main() -> None:
         if args.json:
             print(json.dumps({"first_step": first, "losses": losses, "text": written}))
         else:
-            Console().print(f"[bold]it writes:[/] {written!r}", highlight=False)
+            print(f"it writes: {written!r}")
     if world is not None:
         dist.barrier()
         dist.destroy_process_group()
@@ -81,25 +80,34 @@ def train(
     context: DeviceMesh | None,
     args: argparse.Namespace,
 ) -> list[float]:
-    """Run the steps from `first` on. Return the loss of each."""
+    """Run the steps from `first` on, and say how far they are. Return the loss of each."""
     losses = []
-    console = Console(stderr=True, quiet=rank() != 0)
-    with Progress(console=console) as progress:
-        bar = progress.add_task("training", total=args.steps, completed=first)
-        for step in range(first, min(args.steps, args.until or args.steps)):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args)
-            batch = hf.shard_batch(sequences(text, step, world, args), context, args.layout)
-            loss = model(**batch).loss
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(mean(loss.detach()))
-            progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}, gradient {float(norm):.2f}")
-            if args.checkpoint and ((step + 1) % args.every == 0 or step + 1 in (args.steps, args.until)):
-                save(args, model, optimizer, step + 1)
+    stop = min(args.steps, args.until or args.steps)
+    mesh = ",".join(f"{name}={size}" for name, size in args.mesh.items())
+    report(f"mesh {mesh}: steps {first + 1} to {stop}, each of {args.batch} sequences of {args.length} bytes")
+    start = perf_counter()
+    for step in range(first, stop):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        batch = hf.shard_batch(sequences(text, step, world, args), context, args.layout)
+        loss = model(**batch).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss.detach()))
+        if step == first or (step + 1) % 10 == 0 or step + 1 == stop:
+            seconds = perf_counter() - start
+            report(f"step {step + 1}: loss {losses[-1]:.4f}, gradient {float(norm):.2f}, after {seconds:.0f} s")
+        if args.checkpoint and ((step + 1) % args.every == 0 or step + 1 in (args.steps, args.until)):
+            save(args, model, optimizer, step + 1)
     return losses
+
+
+def report(line: str) -> None:
+    """Print a line on standard error, on the first rank alone."""
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def sequences(text: Tensor, step: int, world: DeviceMesh | None, args: argparse.Namespace) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from numbers import Number
 from types import NoneType
 
+import torch
 from torch import Tensor
 
 
@@ -29,12 +30,22 @@ class InputError(ValueError):
     """
 
     def __init__(self, subject: str, expected: str, given: str, fix: str) -> None:
+        if torch.compiler.is_compiling():
+            _leave_graph(f"{subject}: expected {expected}, given {given}. Fix: {fix}.")
         super().__init__(subject, expected, given, fix)
 
     def __str__(self) -> str:
         subject, expected, given, fix = self.args
         given = f":\n{given}\n" if given.startswith("    ") else f" {given}. "  # indented: a table of values per rank
         return f"{subject}: expected {expected}, given{given}Fix: {fix}."
+
+
+def _leave_graph(text: str) -> None:
+    """Let PyTorch leave the graph, where the error is raised then, or raise its own with this text if it may not.
+
+    A text with symbols, as of dynamic shapes, is no constant, which a message has to be: PyTorch leaves at `strip`.
+    """
+    torch._dynamo.graph_break(msg=text.strip())
 
 
 class ShapeError(InputError):

@@ -1,5 +1,10 @@
 """Compiled decode steps: one graph for all lengths and masks, whose outputs are NaN where an eager step would raise."""
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.caches.make import empty_cache, random_cache
@@ -173,3 +179,72 @@ def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
     cache = random_cache(10)
     step = torch.compile(lambda q: am.decode(q, cache, kernel=kernel), fullgraph=True, backend="aot_eager")
     assert_near(step(QUERY), am.decode(QUERY, cache, kernel=kernel), FLOAT32)
+
+
+# --- caches that a graph cannot take ---
+
+WINDOW = am.Window(4)
+NEW = numbers(2, 1, HEADS[1], 1, WIDTH, seed=2)
+
+
+def decode_twice(cache: am.KVCache, q: Tensor) -> Tensor:
+    return am.decode(q, cache) * 2
+
+
+def append_and_decode(cache: am.KVCache, q: Tensor) -> Tensor:
+    return am.decode(q, cache, k=NEW[0], v=NEW[1], mask=WINDOW) * 2
+
+
+def special_cache(kind: str, folder: Path) -> am.KVCache:
+    """Return a cache of ten tokens that forgets, has two memories, is in a folder, or is forked."""
+    options: dict[str, dict[str, Any]] = {"mask": {"mask": WINDOW}, "hot": {"hot": 4}, "folder": {"folder": folder}}
+    sizes = {"batch": 1, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 40}
+    cache = am.KVCache(None, **sizes, dtype=torch.float32, **options.get(kind, {}))
+    cache.append(*numbers(2, 1, HEADS[1], 10, WIDTH))
+    return cache.fork() if kind == "fork" else cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "said"),
+    [
+        ("mask", append_and_decode, "append: expected no graph around a cache that forgets, given one with "
+         "mask=Window(4). Fix: leave torch.compile and CUDA graphs out, or make the cache without mask=."),
+        ("hot", decode_twice, "decode: expected no graph around a cache that has two memories, given one with "
+         "hot=4. Fix: leave torch.compile and CUDA graphs out, or make the cache without hot=."),
+        ("hot", append_and_decode, "append: expected no graph around a cache that has two memories, given one with "
+         "hot=4. Fix: leave torch.compile and CUDA graphs out, or make the cache without hot=."),
+        ("folder", decode_twice, "decode: expected a cache of one piece in a graph, given one in a folder. "
+         "Fix: decode with copy.deepcopy(cache)."),
+        ("fork", decode_twice, "decode: expected a cache of one piece in a graph, given a forked cache. "
+         "Fix: decode with copy.deepcopy(cache)."),
+    ],
+)  # fmt: skip
+def test_a_graph_and_what_replaces_it_say_why_they_refuse_a_cache(
+    kind: str, step: Callable[..., Tensor], said: str, tmp_path: Path
+) -> None:
+    cache = special_cache(kind, tmp_path)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as one_graph:
+        torch.compile(step, fullgraph=True, backend="eager")(cache, QUERY)
+    assert said in str(one_graph.value)
+    with pytest.raises(KernelError) as graphs:
+        torch.compile(step, backend="eager")(cache, QUERY)
+    assert str(graphs.value) == said
+    assert cache.length == 10
+
+
+def test_an_append_to_a_folder_leaves_the_graph(tmp_path: Path) -> None:
+    cache = special_cache("folder", tmp_path)
+    expected = append_and_decode(copy.deepcopy(cache), QUERY)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"append to copy\.deepcopy\(cache\)"):
+        torch.compile(append_and_decode, fullgraph=True, backend="eager")(cache, QUERY)
+    assert cache.length == 10
+    assert_near(torch.compile(append_and_decode, backend="eager")(cache, QUERY), expected)
+    assert cache.length == 11
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_error_is_raised_outside_of_graphs(dynamic: bool) -> None:
+    """Its text may have symbols, which no message of PyTorch can."""
+    attend = torch.compile(am.attention, dynamic=dynamic, backend="eager")
+    with pytest.raises(ShapeError, match=r"given q \(1, 4, 5, 8\), k \(1, 3, 5, 8\)"):
+        attend(numbers(1, 4, 5, WIDTH), *numbers(2, 1, 3, 5, WIDTH))

@@ -30,10 +30,11 @@ def test_the_call_on_ranks_is_a_script_that_runs(tmp_path: Path) -> None:
     )  # ranks may write between each other's lines
 
 
-def test_the_first_screen_shows_a_call_its_ranks_and_when_to_use_it() -> None:
+def test_the_first_screen_shows_the_demo_a_call_its_ranks_and_what_gpus_have_run() -> None:
     screen = "\n".join(README.read_text().splitlines()[:60])
     headings = [line for line in screen.splitlines() if line.startswith("## ")]
-    assert headings[:4] == ["## Install", "## One call", "## The same on ranks", "## When to use it"]
+    assert headings[:4] == ["## Try it", "## Install", "## One call", "## The same on ranks"]
+    assert screen.index("several GPUs") < screen.index("make demo") < screen.index("## Install")
 
 
 def test_the_block_of_a_model_is_a_script_that_runs(tmp_path: Path) -> None:

@@ -35,3 +35,19 @@ def test_generate_writes_the_text_of_one_process(tmp_path: Path) -> None:
     run = run_script(EXAMPLES / "generate.py", tmp_path, text, ranks=2)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == words.decode(expected[0, ids.shape[1] :]).strip()
+
+
+def test_generate_says_what_it_expects() -> None:
+    run = run_script(EXAMPLES / "generate.py", "smollm2")
+    assert run.returncode != 0
+    assert "MODEL is a folder, a name on the hub, or smollm2" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.long
+def test_generate_takes_the_model_of_a_package(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The capital of France is")
+    run = run_script(EXAMPLES / "generate.py", "smollm2", text, ranks=2)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "Paris" in run.stdout

@@ -58,7 +58,7 @@ def check_eager(subject: str, config: CacheConfig, device: torch.device) -> None
         return
     for option, value, kind in (("mask", config.mask, "forgets"), ("hot", config.hot, "has two memories")):
         if value is not None:
-            expected, given = f"no graph around a cache that {kind}", f"one with {option}={value}"
+            expected, given = f"no graph around a cache that {kind}", f"one with {option}={value!r}"
             fix = f"leave torch.compile and CUDA graphs out, or make the cache without {option}="
             raise KernelError(subject, expected, given, fix)
 

@@ -65,6 +65,15 @@ def test_torchrun_trains(alone: dict) -> None:
     assert json.loads(run.stdout.splitlines()[-1])["losses"] == pytest.approx(alone["losses"], abs=TRAINED)
 
 
+def test_it_says_how_far_it_is() -> None:
+    run = run_script(TRAIN, "--steps", 2, "--length", 40, "--write", 3)
+    assert run.returncode == 0, run.stderr
+    said = run.stderr.splitlines()
+    assert "mesh data=1,queries=1,keys=1: steps 1 to 2, each of 4 sequences of 40 bytes" in said
+    assert [line.split(":")[0] for line in said if line.startswith("step ")] == ["step 1", "step 2"]
+    assert run.stdout.startswith("it writes: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
