@@ -1,12 +1,16 @@
 """Schedules, for all ranks of a mesh at once and without a device."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
+import attnmesh.mesh.schedule as schedules
 from attnmesh.core.layout import Layout
+from attnmesh.core.mask import Mask
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
 from tests.support.truth.schedules import problems
@@ -117,3 +121,12 @@ def test_causal_work_is_balanced_on_every_shape(layout: Layout, ranks: int) -> N
 
 def _pairs(plan: Schedule) -> int:
     return sum(int((band.high - band.low).clamp(min=0).sum()) for band in plan.bands)
+
+
+@pytest.mark.parametrize(("mask", "count"), [(am.Full(), 16), (am.Causal(), sum(range(16)) + 15)])
+def test_a_ring_asks_who_sees_a_key_until_all_are_seen(mask: Mask, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal queries of the ranks before the owner see none of its keys, and those of the last of 16 ranks see all."""
+    asked = Mock(wraps=schedules._keys_seen_by)
+    monkeypatch.setattr(schedules, "_keys_seen_by", asked)
+    schedule.__wrapped__(Problem(mask, Shape(1, 16, 1), am.Contiguous(), am.Contiguous(), 64, 64), 3, 0, True)
+    assert asked.call_count == count

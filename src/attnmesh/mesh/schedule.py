@@ -273,7 +273,6 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
     held_by_step = [
         _held_at_steps(problem.mask, chunk, queries[owner:] + queries[:owner]) for owner, chunk in enumerate(chunks)
     ]
-    not_forwarded = [_not_forwarded(steps) for steps in held_by_step]
     nothing = torch.empty(0, dtype=torch.long, device="cpu")
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
@@ -287,8 +286,8 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
             keep=nothing if t else keys,
             permutation=None,
             positions=chunks[owner][keys],
-            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, not_forwarded[owner][t]))]),
-            return_from=_tokens_by_peer([(last_reader, not_forwarded[r][t])]),
+            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, _not_forwarded(held_by_step[owner], t)))]),
+            return_from=_tokens_by_peer([(last_reader, _not_forwarded(held_by_step[r], t))]),
         )
 
 
@@ -300,22 +299,27 @@ def _held_at_steps(mask: Mask, keys: Tensor, queries_by_step: list[Tensor]) -> l
     [[0, 1], [0, 1], [1]]
     """
     is_needed = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
-    steps = []
-    for queries in reversed(queries_by_step):
+    steps: list[Tensor] = []
+    for queries in reversed(queries_by_step[1:]):
+        if steps and len(steps[-1]) == len(keys):  # and so are they at all steps before
+            steps.append(steps[-1])
+            continue
         is_needed = is_needed.index_fill(0, _keys_seen_by(mask, queries, keys), True)
         steps.append(is_needed.nonzero().flatten())
-    return [torch.arange(len(keys), device="cpu"), *steps[::-1][1:]]
+    return [torch.arange(len(keys), device="cpu"), *reversed(steps)]
 
 
-def _not_forwarded(held_keys: list[Tensor]) -> list[Tensor]:
-    """Return for each step the keys that are not forwarded. The owner keeps all its keys at step 0.
+def _not_forwarded(held_keys: list[Tensor], step: int) -> Tensor:
+    """Return the keys that are not forwarded at a step. The owner keeps all its keys at step 0.
 
     >>> held_keys = [torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([1])]
-    >>> [keys.tolist() for keys in _not_forwarded(held_keys)]
+    >>> [_not_forwarded(held_keys, step).tolist() for step in range(3)]
     [[0, 1], [0], [1]]
     """
-    forwarded = [held_keys[0][:0], *held_keys[2:], held_keys[0][:0]]
-    return [keys[torch.isin(keys, after, invert=True)] for keys, after in zip(held_keys, forwarded, strict=False)]
+    keys = held_keys[step]
+    if step in (0, len(held_keys) - 1):
+        return keys
+    return keys[torch.isin(keys, held_keys[step + 1], invert=True)]
 
 
 def _queries_that_see(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
