@@ -124,8 +124,6 @@ def test_a_rank_may_compute_alone_without_a_launch(pool: Pool) -> None:
 class OnGPU(Tensor):
     """A tensor of the CPU that says it is on a GPU."""
 
-    is_cpu, is_cuda = False, True
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda")
