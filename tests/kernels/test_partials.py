@@ -139,6 +139,13 @@ def test_lse_s_gradient_is_that_of_the_energy(softcap: float | None) -> None:
     torch.testing.assert_close(ours, torch.autograd.grad(energy.sum(), (q, k)), rtol=1e-12, atol=1e-12)  # float64
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_energies_and_merges_have_gradients_of_gradients(softcap: float | None) -> None:
+    inputs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    assert torch.autograd.gradgradcheck(lambda *x: am.energy(*x, softcap=softcap), inputs)
+    assert torch.autograd.gradgradcheck(lambda a, b, c, d: tuple(merge((a, b[..., 0]), (c, d[..., 0]))), inputs)
+
+
 def test_energies_of_disjoint_keys_add_by_logsumexp() -> None:
     q, k, v, source = torch.randn(4, 1, 2, 12, 4, dtype=torch.float64).unbind()
     parts = [am.energy(q, k[:, :, keys], v[:, :, keys], source) for keys in (slice(0, 5), slice(5, 12))]

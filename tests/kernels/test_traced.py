@@ -128,8 +128,51 @@ def test_a_backward_pass_that_is_run_once_gives_no_gradient_of_its_own() -> None
         twice.sum().backward()
 
 
-def test_a_gradient_of_a_gradient_of_attention_raises() -> None:
-    q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    (dq,) = torch.autograd.grad(am.attend(q, k, v).out.sum(), q, create_graph=True)
-    with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
-        dq.sum().backward()
+Q, K, V, SINKS, BIAS, WEIGHTS = (
+    torch.randn(shape, requires_grad=True)
+    for shape in ((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4), (2,), (1, 2, 5, 3), (1, 2, 5, 4))
+)
+SELECTED = am.Selection(torch.arange(5, dtype=torch.int32).expand(1, 1, 5, 5))
+DIFFERENTIABLE: dict[str, Callable[[], Tensor]] = {
+    "attend": lambda: am.attend(Q, K, V).out,
+    "lse": lambda: am.attend(Q, K, V).lse.unsqueeze(-1),
+    "causal": lambda: am.attention(Q, K, V),
+    "window": lambda: am.attention(Q, K, V, mask=am.Window(3)),
+    "sinks": lambda: am.attention(Q, K, V, sinks=SINKS),
+    "bias": lambda: am.attention(Q, K, V, distance_bias=BIAS),
+    "softcap": lambda: am.attention(Q, K, V, softcap=2.0),
+    "selected": lambda: am.attention(Q, K, V, selected=SELECTED),
+    "key_lengths": lambda: am.attention(Q, K, V, key_lengths=torch.tensor([3])),
+    "positions": lambda: am.attend(Q, K, V, mask=am.Causal(), q_positions=torch.tensor([4, 2, 0, 1, 3])).out,
+}
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "plain": nullcontext,
+    "as an operator": lambda: FlopCounterMode(display=False),
+}
+"""Modes under which calls are recorded by autograd itself, and as an operator."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", DIFFERENTIABLE)
+@pytest.mark.parametrize("inner", [Q, K], ids=["dq", "dk"])
+@pytest.mark.parametrize("outer", [Q, WEIGHTS], ids=["by q", "by the gradient of the output"])
+def test_a_gradient_of_a_gradient_of_attention_raises(inner: Tensor, outer: Tensor, call: str, mode: str) -> None:
+    with MODES[mode]():
+        weighted = (DIFFERENTIABLE[call]() * WEIGHTS).sum()
+        (gradient,) = torch.autograd.grad(weighted, inner, create_graph=True)
+        with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
+            torch.autograd.grad(gradient.sum(), outer)
+
+
+@pytest.mark.parametrize("call", ["sinks", "bias"])
+@pytest.mark.parametrize("outer", [K, WEIGHTS], ids=["by k", "by the gradient of the output"])
+def test_a_gradient_of_the_gradient_of_sinks_and_biases_raises(outer: Tensor, call: str) -> None:
+    inner = SINKS if call == "sinks" else BIAS
+    (gradient,) = torch.autograd.grad((DIFFERENTIABLE[call]() * WEIGHTS).sum(), inner, create_graph=True)
+    with pytest.raises(KernelError, match="given a gradient of a gradient"):
+        torch.autograd.grad(gradient.sum(), outer)
+
+
+def test_forward_gradients_by_two_backward_passes_raise() -> None:
+    with pytest.raises(KernelError, match="given a gradient of a gradient"):
+        torch.autograd.functional.jvp(lambda q: am.attention(q, K, V), Q.detach(), WEIGHTS.detach())

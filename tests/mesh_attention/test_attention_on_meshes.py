@@ -280,18 +280,22 @@ def test_calls_in_flight_checkpointing_and_accumulation_compose(pool: Pool) -> N
 
 
 @on_each_rank
-def catch_error_of_second_gradient(shape: Shape) -> str:
+def catch_errors_of_second_gradients(shape: Shape) -> list[str]:
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    weights = torch.randn(1, 2, 8, 4, requires_grad=True)
     out = am.attention(q, k, v, mesh=mesh_of(shape), layout=am.Zigzag())
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    try:
-        torch.autograd.grad(gradient.sum(), k)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    (gradient,) = torch.autograd.grad((out * weights).sum(), q, create_graph=True)
+    texts = []
+    for x in (k, weights):
+        try:
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
 def test_second_gradients_are_refused(pool: Pool, shape: Shape) -> None:
-    for text in pool.run(2, catch_error_of_second_gradient, shape):
-        assert "given a gradient of a gradient. Fix: differentiate energy" in text
+    for by_keys, by_gradient_of_output in pool.run(2, catch_errors_of_second_gradients, shape):
+        assert "given a gradient of a gradient. Fix: differentiate energy" in by_keys
+        assert by_gradient_of_output == by_keys

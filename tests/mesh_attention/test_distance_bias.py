@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.dense import dense
@@ -150,7 +150,7 @@ WRONG = {
 
 @on_each_rank
 def catch_errors_of_the_last_rank() -> list[str]:
-    """Return what each wrong bias of the last rank raises, and a right one of other distances than the others'."""
+    """Return what each wrong bias of the last rank raises, and a right one unlike the others'."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     found = []
     q = torch.randn(1, 2, 5, 8)
@@ -166,7 +166,10 @@ def catch_errors_of_the_last_rank() -> list[str]:
         with pytest.raises(InputError) as raised:
             am.attention(q, q, q, distance_bias=mine, **where)
         found.append(str(raised.value))
-    return found
+    learned = torch.zeros(1, 2, 5, 3, requires_grad=dist.get_rank() == 1)  # else one rank alone would go backward
+    with pytest.raises(MeshError, match=r"ranks  gradients\n(.*\n)*.*\['distance_bias'\]") as raised:
+        am.attention(q, q, q, distance_bias=learned, **where)
+    return [*found, str(raised.value)]
 
 
 def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:

@@ -28,6 +28,9 @@ def check_there_and_back(shape: Shape, layout: Layout, length: int) -> None:
     whole = torch.arange(2 * length * 3).view(2, length, 3)
     mine = am.shard(whole, mesh, layout=layout, dim=1)
     assert_near(am.unshard(mine, mesh, layout=layout, dim=1), whole)
+    for dtype in (torch.uint16, torch.float8_e4m3fn):  # PyTorch has few operators for them
+        again = am.unshard(mine.to(dtype), mesh, layout=layout, dim=1)
+        assert torch.equal(again.float(), whole.to(dtype).float())
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 3), Shape(6, 1, 1), Shape(3, 2, 1)])

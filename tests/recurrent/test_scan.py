@@ -166,14 +166,15 @@ def test_nothing_is_computed_from_a_state_that_is_dropped(first: int, pool: Pool
 @on_each_rank
 def differentiate_twice(form: str) -> list[Tensor]:
     own, rank = element(dist.get_rank(), form, (1, 2, 2, 2)), dist.get_rank()
-    grads = torch.autograd.grad(loss(am.scan_across(*own, dist.group.WORLD), rank), tuple(own), create_graph=True)
+    squared = loss(am.scan_across(*own, dist.group.WORLD), rank) ** 2  # gradients of the result depend on it
+    grads = torch.autograd.grad(squared, tuple(own), create_graph=True)
     return list(torch.autograd.grad(sum((x * x).sum() for x in grads), tuple(own)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_have_gradients(pool: Pool, form: str) -> None:
     elements = [element(rank, form, (1, 2, 2, 2)) for rank in range(3)]
-    total = torch.stack([loss(prefix, rank) for rank, prefix in enumerate(fold(elements))]).sum()
+    total = torch.stack([loss(prefix, rank) ** 2 for rank, prefix in enumerate(fold(elements))]).sum()
     inputs = [x for each in elements for x in each]
     kept = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad(total, inputs, create_graph=True, **kept)

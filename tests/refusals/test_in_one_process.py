@@ -53,7 +53,7 @@ def test_caches_take_learned_tensors_where_no_gradients_are_asked_for() -> None:
 def test_forward_mode_raises() -> None:
     q, k, v = heads()
     with pytest.raises(
-        errors.KernelError, match=r"without a forward-mode tangent, given a dual number\. Fix: use reverse-mode"
+        errors.KernelError, match=r"without a forward-mode tangent, given a dual number\. Fix: leave the tangent out"
     ):
         torch.func.jvp(lambda x: am.attention(x, k, v), (q,), (torch.ones_like(q),))
     with pytest.raises(errors.KernelError, match="attention sinks: expected a tensor without a forward-mode tangent"):

@@ -54,10 +54,9 @@ def objects() -> dict[str, list[Any]]:
     """Return what a text may mean by a name, such as "cache"."""
     model = families.model("mistral", "attnmesh", num_hidden_layers=1)
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1, "head_dim": 2, "capacity": 1, "dtype": torch.float32}
-    tensors = ("x", "labels", "key_lengths", "attention_mask")
+    tensors = ("labels", "key_lengths", "attention_mask")
     return {name: [torch.Tensor] for name in tensors} | {
-        "sinks": [DTensor],
-        "distance_bias": [DTensor],
+        "x": [torch.Tensor, DTensor],
         "attnmesh": [am],
         "am": [am],
         "hf": [hf],

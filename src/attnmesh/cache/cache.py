@@ -29,7 +29,7 @@ from attnmesh.cache.new_tokens import (
 )
 from attnmesh.cache.pages import Pages, append_pool_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
-from attnmesh.checks.argument_checks import check_compare_option
+from attnmesh.checks.argument_checks import check_compare_option, check_readable
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, CallGuard
@@ -550,6 +550,7 @@ def check_order(config: CacheConfig, batch_index: Tensor) -> None:
     if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
         given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
         raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+    check_readable("reorder", batch_index, "pass torch.tensor([...])")
     indices = batch_index.ndim == 1 and len(batch_index) > 0
     if not indices or not bool(((batch_index >= 0) & (batch_index < config.batch)).all()):
         expected = f"a number of a sequence below {config.batch} for each"

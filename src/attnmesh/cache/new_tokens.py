@@ -10,7 +10,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.checks.argument_checks import check_positions
+from attnmesh.checks.argument_checks import check_positions, check_readable
 from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.core.digest import chained_digest, fingerprints
 from attnmesh.errors import ShapeError
@@ -86,6 +86,7 @@ class NewTokens(NamedTuple):
             given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
             raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
+        check_readable(f"{subject} token_mask", token_mask, "pass attention_mask.bool(), with its values")
 
 
 def try_append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:

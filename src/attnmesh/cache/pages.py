@@ -9,7 +9,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_dtype_and_device, check_eager_tensors
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.checks.argument_checks import check_tensor
+from attnmesh.checks.argument_checks import check_readable, check_tensor
 from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import CallGuard
 
@@ -144,6 +144,7 @@ def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) ->
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
     if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
         raise DtypeError(subject, "a tensor of int32 or int64", type_and_shape(table), fix)
+    check_readable(subject, table, fix)
     if table.ndim != 2 or len(table) != config.batch:
         raise ShapeError(subject, f"shape ({config.batch}, blocks)", f"{tuple(table.shape)}", fix)
     if len({len(pool) for pool in pools}) != 1:

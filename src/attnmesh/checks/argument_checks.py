@@ -1,6 +1,6 @@
 """Checks of arguments, shared by all public functions. Each raises an error of `attnmesh.errors`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -52,10 +52,12 @@ UNSUPPORTED_OPTIONS = {
 """Fixes for options of other attention functions, by a part of the option's name."""
 
 
-def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(
+    subject: str, q: Tensor, k: Tensor, v: Tensor, check_each: Callable[[str, Tensor], None] | None = None
+) -> None:
     """Raise unless q, k and v fit together. Heads may be grouped, and v may have another width."""
     tensors = {"q": q, "k": k, "v": v}
-    check_same_kind(subject, tensors)
+    check_same_kind(subject, tensors, check_each)
     for name, x in tensors.items():
         if x.ndim != 4:
             fix = "add or split the missing dims; the heads come before the length"
@@ -78,10 +80,16 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(subject, expected, shapes, fix)
 
 
-def check_same_kind(subject: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless the tensors are dense, of one supported dtype and on one device."""
+def check_same_kind(
+    subject: str, tensors: Mapping[str, Tensor], check_each: Callable[[str, Tensor], None] | None = None
+) -> None:
+    """Raise unless the tensors are of one supported dtype and on one device, and each passes `check_tensor`.
+
+    A function that is made of operators of PyTorch alone passes `check_dense` as `check_each`.
+    """
+    check_each = check_each or check_tensor
     for name, x in tensors.items():
-        check_tensor(f"{subject} {name}", x)
+        check_each(f"{subject} {name}", x)
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPE_NAMES):
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -89,8 +97,8 @@ def check_same_kind(subject: str, tensors: Mapping[str, Tensor]) -> None:
     check_one_device(subject, tensors)
 
 
-def check_tensor(subject: str, x: Tensor) -> None:
-    """Raise unless x is a dense tensor, whose gradients are those of autograd."""
+def check_dense(subject: str, x: Tensor) -> None:
+    """Raise unless x is a dense tensor, whose memory holds its numbers."""
     if not isinstance(x, Tensor):
         raise DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor on numbers")
     if x.is_nested:
@@ -100,22 +108,51 @@ def check_tensor(subject: str, x: Tensor) -> None:
         raise DtypeError(subject, "a dense tensor", str(x.layout), "call .to_dense()")
     if not torch.compiler.is_compiling() and x.is_neg():  # kernels would read its numbers with the other sign
         raise DtypeError(subject, "a tensor whose memory holds its numbers", "a lazy -x", "call .resolve_neg()")
+
+
+def check_tensor(subject: str, x: Tensor) -> None:
+    """Raise unless x is a dense tensor of this rank, whose gradients, if there are any, are those of autograd."""
+    check_dense(subject, x)
+    if is_dtensor(x):
+        fix = "pass x.to_local(), this rank's part, or x.full_tensor()"
+        raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
+    if torch.compiler.is_compiling():
+        return
+    _check_unmapped(subject, x)
     # The operators have no forward-mode rule, and PyTorch would take a missing rule for a tangent of zero.
-    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
-        fix = "use reverse-mode gradients: torch.autograd.grad or backward"
+    if unpack_dual(x).tangent is not None:
+        fix = "leave the tangent out; functions with gradients have those of torch.autograd.grad or backward"
         raise KernelError(subject, "a tensor without a forward-mode tangent", "a dual number", fix)
-    if not torch.compiler.is_compiling() and _has_functional_gradient(x):
-        fix = "use torch.autograd.grad or backward"
+    if _is_wrapped(x, torch._C._functorch.is_gradtrackingtensor):
+        fix = "call it outside; functions with gradients have those of torch.autograd.grad or backward"
         raise KernelError(subject, "a tensor outside of torch.func.grad and vjp", "one inside", fix)
 
 
-def _has_functional_gradient(x: Tensor) -> bool:
-    """Return True if torch.func takes the gradient with respect to x: its transforms wrap a tensor, one in another."""
+def _check_unmapped(subject: str, x: Tensor) -> None:
+    """Raise for a tensor whose first dim torch.vmap hides. One rank alone may be under it."""
+    if not torch.compiler.is_compiling() and _is_wrapped(x, torch._C._functorch.is_batchedtensor):
+        fix = "call it outside, with the mapped dim in the batch: x.flatten(0, 1)"
+        raise KernelError(subject, "a tensor outside of torch.vmap", "one inside", fix)
+
+
+def _is_wrapped(x: Tensor, is_wrapper: Callable[[Tensor], bool]) -> bool:
+    """Return True if a transform of torch.func has wrapped x so: transforms wrap a tensor, one in another."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_gradtrackingtensor(x):
+        if is_wrapper(x):
             return True
         x = torch._C._functorch.get_unwrapped(x)
     return False
+
+
+def check_readable(subject: str, x: Tensor, fix: str) -> None:
+    """Raise unless the CPU can read the numbers of x."""
+    if is_dtensor(x):
+        raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
+    if x.layout != torch.strided or x.is_nested:
+        raise DtypeError(subject, "a dense tensor", "a nested or sparse tensor", fix)
+    if x.is_meta:
+        raise DeviceError(subject, "a tensor with values", "one on the meta device", fix)
+    _check_unmapped(subject, x)
 
 
 def check_one_device(subject: str, tensors: Mapping[str, Tensor]) -> None:
@@ -130,8 +167,6 @@ def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     check_tensor(subject, sinks)
-    if is_dtensor(sinks) and not is_dtensor(q):
-        raise DtypeError(subject, "a plain tensor beside plain q, k and v", "a DTensor", "pass sinks.to_local()")
     fix = "give each query head one logit"
     if not sinks.is_floating_point():
         raise DtypeError(subject, "a tensor of floats", str(sinks.dtype), fix)
@@ -146,6 +181,7 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
         raise DtypeError(subject, "a tensor of torch.int64", given, fix)
+    check_readable(subject, positions, fix)
     if tuple(positions.shape) != (length,):
         raise ShapeError(subject, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
 
@@ -158,14 +194,10 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, m
     if key_lengths is None:
         return
     fix = "pass torch.tensor([...]), the number of real keys of each sequence"
-    kind = type(key_lengths).__name__
-    if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64 or is_dtensor(key_lengths):
-        given = str(key_lengths.dtype) if kind == "Tensor" else kind
+    if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64:
+        given = str(key_lengths.dtype) if isinstance(key_lengths, Tensor) else type(key_lengths).__name__
         raise DtypeError(subject, "a tensor of torch.int64", given, fix)
-    if key_lengths.layout != torch.strided or key_lengths.is_nested:
-        raise DtypeError(subject, "a dense tensor", "a nested or sparse tensor", fix)
-    if key_lengths.is_meta:
-        raise DeviceError(subject, "a tensor with values", "one on the meta device", fix)
+    check_readable(subject, key_lengths, fix)
     if tuple(key_lengths.shape) != (batch,):
         raise ShapeError(subject, f"shape ({batch},), one number a sequence", f"shape {tuple(key_lengths.shape)}", fix)
     reads = batch and may_read and not torch.compiler.is_compiling()
@@ -198,6 +230,7 @@ def check_selection(
     if not plain or x.dtype != torch.int32:
         given = str(x.dtype) if plain else type(x).__name__
         raise DtypeError(f"{subject} indices", "a tensor of torch.int32", given, WRAP)
+    _check_unmapped(f"{subject} indices", x)
     batch = len(q)
     queries = q.shape[2]
     if x.ndim != 4:
@@ -235,9 +268,6 @@ def check_distance_bias(
     check_tensor(subject, bias)
     if not bias.is_floating_point():
         raise DtypeError(subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype")
-    if is_dtensor(bias):
-        fix = "pass distance_bias.to_local(), the rows of this rank's queries"
-        raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
     if bias.ndim != 4 or bias.shape[:3] != q.shape[:3] or bias.shape[3] == 0:
         expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
         fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"

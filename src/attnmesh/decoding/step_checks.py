@@ -23,6 +23,7 @@ from attnmesh.checks.argument_checks import (
     check_same_kind,
     check_selection,
     check_sinks,
+    check_tensor,
     check_unknown_options,
     transpose_hint_first,
 )
@@ -72,12 +73,12 @@ def spec_of_step(
     q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
     (cache,) = inputs.caches
     config = cache.config
-    check_eager_tensors(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
     if config.values == "none":
         fix = 'append values too, to a cache without values="none"'
         raise ArgumentError(f"{subject} cache", "a cache with values", "one of keys alone", fix)
     check_same_kind(subject, {"q": q})
+    check_eager_tensors(subject, {"q": q, "sinks": sinks})
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (config.batch, config.head_dim) or not q.shape[2]:
         shape = (config.batch, "heads", "length", config.head_dim)
         fix = "pass the queries of the cache's last tokens"
@@ -155,6 +156,8 @@ def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
     if out.dtype not in (q.dtype, wide) or lse.dtype != wide:
         expected = f"out in {q.dtype} or {wide}, lse in {wide}"
         raise DtypeError(subject, expected, f"out in {out.dtype}, lse in {lse.dtype}", fix)
+    for name, x in (("out", out), ("lse", lse)):
+        check_tensor(f"{subject} {name}", x)
     check_one_device(subject, {"q": q, "out": out, "lse": lse})
     check_eager_tensors(subject, {"out": out, "lse": lse})
     if spec.reproducible:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.comm.rank_merge import RequestedMerge
-from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.partial import DTYPE_NAMES, Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, type_and_shape
 from attnmesh.mesh.axes import axis_of
 from attnmesh.mesh_attention.merge_across import merge_across, merge_agreement
@@ -78,7 +78,7 @@ def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_sta
     """Raise unless these are partials with tokens first, and lengths of whole numbers."""
     check_tensor(f"{SUBJECT} partial_output", out)
     check_tensor(f"{SUBJECT} partial_lse", lse)
-    if not (out.is_floating_point() and lse.is_floating_point()):
+    if not all(str(x.dtype).removeprefix("torch.") in DTYPE_NAMES for x in (out, lse)):
         given, fix = f"{out.dtype} and {lse.dtype}", "cast them with .to(dtype)"
         raise DtypeError(SUBJECT, "an output and a log-sum-exp in floats", given, fix)
     if out.ndim != 3 or lse.shape != out.shape[:-1]:

@@ -148,11 +148,17 @@ class MergeAgreement:
         if isinstance(error, RankFailure) or hasattr(error, RAISED_ON_ALL_RANKS):
             raise error
         is_shared = self.is_compared and self.checked is not False
-        if self.is_compared and self.checksum_stays_on_device:
-            if is_shared:
-                is_shared = self.ask_all_ranks()
-            else:
-                (self.guard.merges.repeat_last or self.poison)()
-        elif self.is_compared and detects_mismatch(self.merge_name):
-            self.poison()
+        if self.is_compared:
+            with torch._C._DisableFuncTorch():  # a tensor made inside torch.func.grad has no memory to send from
+                is_shared = self._tell_in_merge(is_shared)
         Agreement(self.guard.mesh, self.name, is_compared=is_shared).raise_on_all(error)
+
+    def _tell_in_merge(self, is_shared: bool) -> bool:
+        """Tell the ranks that wait in a merge of an error. Return whether they raise it too, if `is_shared`."""
+        if self.checksum_stays_on_device:
+            if is_shared:
+                return self.ask_all_ranks()
+            (self.guard.merges.repeat_last or self.poison)()
+        elif detects_mismatch(self.merge_name):
+            self.poison()
+        return is_shared

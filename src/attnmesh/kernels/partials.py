@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from attnmesh.checks.argument_checks import check_one_device, check_qkv, check_same_kind
-from attnmesh.core.partial import Partial, merge_partials, sum_dtype
+from attnmesh.checks.argument_checks import check_dense, check_one_device, check_qkv, check_same_kind
+from attnmesh.core.partial import DTYPE_NAMES, Partial, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import DtypeError, ShapeError
+from attnmesh.kernels.traced import without_autocast
 
 
 def merge(*partials: Partial) -> Partial:
@@ -48,8 +49,8 @@ def _check_partials(partials: tuple[Partial, ...]) -> None:
         given = ", ".join(type(p).__name__ for p in partials)
         raise DtypeError("merge", "partials, each (out, lse)", given, "pass each as an argument: merge(*partials)")
     for out, lse in partials:
-        if not out.is_floating_point():
-            raise DtypeError("merge", "out in floats", str(out.dtype), "keep out as the kernel returned it")
+        if str(out.dtype).removeprefix("torch.") not in DTYPE_NAMES:
+            raise DtypeError("merge", "out in floats", str(out.dtype), f"cast it to one of {', '.join(DTYPE_NAMES)}")
         if lse.dtype not in (torch.float32, torch.float64):
             raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")
     names = [f"{name} of partial {index}" for index in range(len(partials)) for name in Partial._fields]
@@ -91,8 +92,8 @@ def energy(
     >>> torch.allclose(gradient, am.attend(q, k, v).out, atol=1e-6)
     True
     """
-    check_qkv("energy", q, k, v)
-    check_same_kind("energy", {"q": q, "source": source})
+    check_qkv("energy", q, k, v, check_dense)
+    check_same_kind("energy", {"q": q, "source": source}, check_dense)
     shape = (*q.shape[:-1], v.shape[-1])
     if tuple(source.shape) != shape:
         fix = f"use torch.zeros{shape}"
@@ -100,7 +101,7 @@ def energy(
     group = q.shape[1] // k.shape[1]
     scaling = Scaling.of("energy", scale, softcap, q.shape[-1])
     keys, values = (x.to(sum_dtype(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         logits = q.to(keys.dtype) @ keys * scaling.scale
         logits = scaling.cap(logits) + source.to(keys.dtype) @ values
     return torch.logsumexp(logits, dim=-1)

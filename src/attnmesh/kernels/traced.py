@@ -56,7 +56,12 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
-        """Return what `run` returns."""
+        """Return what `run` returns. A batch of gradients is refused: kernels read the memory of one."""
+        for x in arguments:
+            if isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x):
+                expected, given = "one gradient of the output", "a batch, as is_grads_batched makes"
+                fix = "call torch.autograd.grad for each, or jacobian without vectorize"
+                raise KernelError("attention", expected, given, fix)
         return run(*arguments)
 
     @staticmethod

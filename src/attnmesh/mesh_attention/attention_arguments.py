@@ -142,7 +142,8 @@ class AttentionArguments(NamedTuple):
         """Return the text that ranks compare: all but the lengths of shards."""
         tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [size for dim, size in enumerate(x.shape) if dim != 2] for name, x in tensors.items()}
-        requires_grad = [name for name, x in tensors.items() if x.requires_grad and torch.is_grad_enabled()]
+        learned = tensors if self.distance_bias is None else {**tensors, "distance_bias": self.distance_bias}
+        requires_grad = [name for name, x in learned.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
             fields["key_lengths"] = self.key_lengths.tolist()

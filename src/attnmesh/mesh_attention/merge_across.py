@@ -20,7 +20,7 @@ from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
 from attnmesh.comm.merges import MERGES, OUTPUTS, check_merge
 from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
-from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.partial import DTYPE_NAMES, Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
 from attnmesh.guard.agreement import Agreement, CallGuard, agree_on_merges
 from attnmesh.guard.call_text import describe_call, hash_of_call
@@ -235,9 +235,10 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     if out.is_meta:
         fix = "compute it on the ranks' device"
         raise DeviceError("merge_across", "a partial with values", "one on the meta device", fix)
-    if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
+    is_float = str(out.dtype).removeprefix("torch.") in DTYPE_NAMES
+    if not is_float or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
-        fix = "cast lse" if out.is_floating_point() else "cast out to floats"
+        fix = "cast lse" if is_float else f"cast out to one of {', '.join(DTYPE_NAMES)}"
         raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, fix)
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"

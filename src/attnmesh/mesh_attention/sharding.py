@@ -18,6 +18,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.mesh_attention.auto_choices import agreed_layout, check_auto
 from attnmesh.runtime.operators import custom_operator
+from attnmesh.runtime.tensors import is_dtensor
 
 
 def shard(
@@ -97,6 +98,7 @@ def unshard(
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", applied_mask)
         check_auto("unshard", layout, mask, rank_mesh.ranks)
+        check_tensor("unshard", x)
         dim = _checked_dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
             mark.check("unshard", layout, applied_mask, rank_mesh, dim)
@@ -113,7 +115,7 @@ def unshard(
     positions = _positions(agreed_layout(layout, applied_mask, rank_mesh), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), rank_mesh, counts)
     _warn_of_whole_tensors(whole, counts)
-    return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
+    return whole.index_select(0, positions.argsort().to(x.device)).movedim(0, dim)  # of all dtypes, unlike index_copy
 
 
 def unshard_runs(x: Tensor, mesh: RankMesh, sizes: Sequence[int], dim: int) -> Tensor:
@@ -187,7 +189,7 @@ def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
 
 def _checked_dim(subject: str, x: Tensor, dim: int) -> int:
     """Return the dim of the tokens, counted from 0. Raise unless x is a dense tensor that has it."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or is_dtensor(x):
         check_tensor(subject, x)
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         fix = "say along which dim the tokens lie"

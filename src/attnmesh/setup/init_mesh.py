@@ -207,6 +207,8 @@ def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceEr
     fix = "leave it out for the mesh's device type"
     if device is not None and str(device).split(":")[0] != parsed.type:
         return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
+    if parsed.type == "meta":
+        return DeviceError(f"{subject} device", "a device with memory", "'meta'", fix)
     try:
         torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # each device type of PyTorch raises another

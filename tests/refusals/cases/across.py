@@ -60,6 +60,11 @@ ON_ONE_RANK: Table = {
         ({"partial": None}, DtypeError, r"merge_across: expected a partial \(out, lse\), given NoneType\. Fix"),
         ({"out": [1.0]}, DtypeError, r"merge_across: expected a partial \(out, lse\), given Partial\. Fix: "),
         ({"out": T(1, 6, 3, 4).int()}, DtypeError, r"out in floats and lse in float32, .*given out torch.int"),
+        (
+            {"out": T(1, 6, 3, 4).to(torch.float8_e4m3fn)},
+            DtypeError,
+            r"out in floats.*given out torch.float8_.* cast out",
+        ),
         ({"lse": T(1, 6, 3).half()}, DtypeError, r"out in floats and lse in float32, .*lse torch.float16\. Fix"),
         ({"lse": T(1, 6)}, ShapeError, r"merge_across: expected out \(batch, .*\(1, 6, 3, 4\) and \(1, 6\)\. "),
         (

@@ -276,9 +276,21 @@ ATTENTION = [
     ),
     by_fix(
         lambda: torch.func.grad(lambda q: attend(q=q).sum())(Q),
-        "use torch.autograd.grad or backward",
+        "functions with gradients have those of torch.autograd.grad or backward",
         lambda: first_gradient(lambda q: attend(q=q)),
         lambda: first_gradient(by_hand),
+    ),
+    by_fix(
+        lambda: torch.func.grad(lambda out: am.merge_across((out, Q[..., 0]), None).out.sum())(Q),
+        "call it outside",
+        lambda: am.merge_across((Q, Q[..., 0]), None).out,
+        lambda: Q,
+    ),
+    by_fix(
+        lambda: torch.vmap(lambda q: attend(q=q))(torch.stack((Q, 2 * Q))),
+        "call it outside, with the mapped dim in the batch: x.flatten(0, 1)",
+        lambda: attend(q=torch.stack((Q, 2 * Q)).flatten(0, 1), k=K.expand(2, -1, -1, -1), v=V.expand(2, -1, -1, -1)),
+        lambda: torch.cat((truth(), truth(q=2 * Q))),
     ),
 ]
 

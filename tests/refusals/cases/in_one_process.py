@@ -231,6 +231,12 @@ IN_ONE_PROCESS = [
         r"one device, given out of partial 0 cpu, .*lse of partial 1 meta\. Fix",
     ),
     Refusal(lambda: am.merge((T(1).int(), T(1))), {}, DtypeError, r"merge: expected out in floats, given torch.int32"),
+    Refusal(
+        lambda: am.merge((T(1).to(torch.float8_e5m2), T(1))),
+        {},
+        DtypeError,
+        r"given torch.float8_e5m2\. Fix: cast it to",
+    ),
     Refusal(lambda: am.Documents([2**60, 2**60]), {}, MaskError, r"Documents: expected at most .* tokens, given 23058"),
     Refusal(lambda: am.Documents(torch.tensor([2.5])), {}, MaskError, r"Documents length: .* given tensor\(2.5"),
     Refusal(lambda: am.Causal().draw(-1), {}, MaskError, r"draw: expected a whole number, 0 or more, given -1"),
