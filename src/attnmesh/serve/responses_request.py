@@ -1,6 +1,5 @@
 """Requests of /v1/responses: their fields, and those of the chat that they mean. Nothing is kept between requests."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -155,11 +154,12 @@ class ResponseRequest:
         """Return an error that names the field of the request. An engine's has it in its text alone."""
         field = error.param or str(error).partition(":")[0]
         text = str(error)
-        known = [name for name in self.names if re.match(rf"{re.escape(name)}(?![^.\[])", field)]
-        if not known:
-            return error
-        longest = max(known, key=len)
-        name = self.names[longest] + field[len(longest) :]
+        known = field
+        while known not in self.names:  # a look at each name would hold up the event loop
+            known = known[: max(known.rfind("."), known.rfind("["), 0)]
+            if not known:
+                return error
+        name = self.names[known] + field[len(known) :]
         return Refused(error.status, text.replace(field, name, 1), name, error.code)
 
 
@@ -175,7 +175,7 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         read.add("user", fields["input"], "input")
     else:
         read.add_items(fields["input"])
-    body["messages"] = read.messages
+    body["messages"] = read.messages()
     body["tools"] = [chat_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields["tools"] or [])] or None
     choice = fields["tool_choice"]
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
