@@ -8,6 +8,7 @@ from typing import Any
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import (
     CHAT,
+    FORMAT_PARTS,
     REQUIRED,
     SAMPLING,
     NeutralField,
@@ -50,7 +51,7 @@ def is_named(value: Any) -> bool:
     return named and is_name(value["name"])
 
 
-TEXT_FORMAT_EXPECTED = 'type "text" or "json_object", or "json_schema" with a name and a schema'
+TEXT_FORMAT_EXPECTED = f'type "text" or "json_object", or "json_schema" with {FORMAT_PARTS}'
 """Types of the text of a response."""
 
 REFUSED = (
@@ -142,6 +143,12 @@ class ResponseRequest:
         self.names = names
         return read_fields(chat, CHAT)
 
+    def forget_input(self) -> None:
+        """Let go of all fields, and of the names of messages, which no error has once they are tokens."""
+        tools = len(self.fields["tools"] or [])
+        self.fields = {}
+        self.names = NAMES | names_of_tools(tools)
+
     @contextmanager
     def naming_fields(self) -> Iterator[None]:
         """Name fields in errors as the request does."""
@@ -181,8 +188,12 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
-    functions = {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body["tools"] or []))}
-    return body, NAMES | functions | read.names
+    return body, NAMES | names_of_tools(len(body["tools"] or [])) | read.names
+
+
+def names_of_tools(count: int) -> dict[str, str]:
+    """Return the fields of a request that the functions of a chat's tools came from."""
+    return {f"tools[{index}].function": f"tools[{index}]" for index in range(count)}
 
 
 def response_format(format: Any) -> Any:
