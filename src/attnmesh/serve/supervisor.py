@@ -361,6 +361,8 @@ class Supervisor:
             self._listener.close()  # a front that is killed leaves no file
         try:
             await connection.receive(self._receive)
+        except asyncio.CancelledError:
+            pass  # the event loop was cut short; Python 3.11 would print a traceback for a cancelled task of a connection
         finally:
             if self._connection is connection:
                 self._lost()
