@@ -203,7 +203,9 @@ def is_response_format(value: Any) -> bool:
     return known and texts and isinstance(inner.get("schema"), dict) and isinstance(inner.get("strict"), bool | None)
 
 
-FORMAT_PARTS = f"a schema, a name of at most {MAX_IDENTIFIER} characters, and a description of at most {MAX_DESCRIPTION}"
+FORMAT_PARTS = (
+    f"a schema, a name of at most {MAX_IDENTIFIER} characters, and a description of at most {MAX_DESCRIPTION}"
+)
 """What a schema of a response format has."""
 
 FORMAT_EXPECTED = f'type "text" or "json_object", or "json_schema" with json_schema of {FORMAT_PARTS}'

@@ -362,7 +362,7 @@ class Supervisor:
         try:
             await connection.receive(self._receive)
         except asyncio.CancelledError:
-            pass  # the event loop was cut short; Python 3.11 would print a traceback for a cancelled task of a connection
+            pass  # the event loop was cut short, and Python 3.11 prints a traceback for a connection that is cancelled
         finally:
             if self._connection is connection:
                 self._lost()
