@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 INTERRUPTED = 130
@@ -139,6 +140,8 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
 
 def run(command: Callable[[], None]) -> None:
     """Run a command as this process, and exit."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as of standard error: not each encoding has all characters
     verbose = bool({"-v", "--verbose"} & {*sys.argv})
     if not verbose:
         # Warnings of PyTorch, here and in child processes, are about PyTorch's own internals.

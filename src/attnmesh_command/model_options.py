@@ -16,6 +16,7 @@ from attnmesh_command.option_texts import (
     check_model,
     check_ranks_of_mesh,
     is_here,
+    is_utf8,
     ranks_of_axes,
     read_prompt,
 )
@@ -157,6 +158,7 @@ class GenerateOptions:
         check_deadline(self.deadline)
         check_weights(self.weights, self.mesh)
         self._check_sampling()
+        self._check_stop()
         self._check_checkpoint()
         check_model(self.model, self.revision)
         for file in self.image or ():
@@ -176,10 +178,15 @@ class GenerateOptions:
         fits = -(2**63) <= self.seed < 2**64
         check_option(fits, "--seed", "-2^63 to 2^64 - 1", f"{self.seed:.3g}", "take one of these")
 
+    def _check_stop(self) -> None:
+        """Raise on a text that no answer has."""
+        fix = "name the text that ends the answer, or leave --stop out"
+        for stop in self.stop or ():
+            check_option(bool(stop), "--stop", "some text", "an empty one", fix)
+            check_option(is_utf8(stop), "--stop", "text in UTF-8", repr(stop[:60]), fix)
+
     def _check_checkpoint(self) -> None:
         """Raise on what a saved state does not hold: texts that end an answer, and images."""
-        fix = "name the text that ends the answer, or leave --stop out"
-        check_option("" not in (self.stop or ()), "--stop", "some text", "an empty one", fix)
         if self.checkpoint is not None:
             given = repr((self.stop or [""])[0])
             check_option(not self.stop, "--stop", "no --checkpoint beside it", given, "leave one out")
@@ -252,8 +259,9 @@ class ServeOptions:
         for name, size in (sizes | {"--cache-memory": self.cache_memory}).items():
             check_option(size is None or isfinite(size), name, "a number of GB", size, "write one, as 100")
         for name in self.served_name or [self.model]:
-            fits = not any("\ud800" <= sign <= "\udfff" for sign in name)  # invalid bytes of a command line
-            check_option(fits, "--served-name", "text in UTF-8", repr(name[:60]), "name the model in other letters")
+            fix = "name the model in other letters"
+            check_option(bool(name), "--served-name", "some text", "an empty one", fix)
+            check_option(is_utf8(name), "--served-name", "text in UTF-8", repr(name[:60]), fix)
         check_model(self.model, self.revision)
         announce_model(self.model)
         print_note(f"importing PyTorch and transformers, to serve {self.model}")

@@ -110,6 +110,11 @@ def announce_model(name: str) -> None:
         print_note(f"{name[:100]} is no folder or file here: asking the hub for it")
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text is one in UTF-8: invalid bytes of a command line arrive as lone surrogates."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
 def read_prompt(prompt: str, file: Path | None) -> str:
     """Return the text of a file, then the given one."""
     try:

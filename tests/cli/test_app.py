@@ -103,6 +103,14 @@ def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> N
         assert WRONG[given] in error
 
 
+def test_an_output_that_has_not_all_characters_shows_escapes() -> None:
+    words = [sys.executable, "-c", "import attnmesh_command; attnmesh_command.run(lambda: print('caf\\u00e9 \\u65e5'))"]
+    for encoding, text in (("ascii", "caf\\xe9 \\u65e5\n"), ("latin-1", "café \\u65e5\n"), ("utf-8", "café 日\n")):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(words, capture_output=True, env=environment, check=False)
+        assert (done.returncode, done.stdout.decode(encoding)) == (0, text), done.stderr
+
+
 SWALLOWED = """
 import os, signal, sys, time
 import attnmesh_command

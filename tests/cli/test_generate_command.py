@@ -277,6 +277,10 @@ WRONG = {
         "--reproducible: expected even shares, given --shares auto",
     ),
     "no stop": (("--model", PACKAGED, "--prompt", "a", "--stop", ""), "--stop: expected some text, given an empty one"),
+    "a stop that is no text": (
+        ("--model", PACKAGED, "--prompt", "a", "--stop", "END", "--stop", "\udcff"),
+        "--stop: expected text in UTF-8, given '\\udcff'",
+    ),
     "stop of a saved state": (
         ("--model", PACKAGED, "--prompt", "a", "--stop", "END", "--checkpoint", "saved"),
         "--stop: expected no --checkpoint beside it, given 'END'. Fix: leave one out.",

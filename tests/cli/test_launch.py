@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import multiprocessing
 import os
 import platform
 import resource
@@ -124,6 +125,18 @@ def test_a_death_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL before it was done"):
         run_on_ranks(2, die_beside_another)
     assert time.monotonic() - start < 150
+
+
+def test_an_error_that_nobody_waits_for_is_not_raised_again() -> None:
+    """As of the last rank, where another one's end was seen before: its process would print a traceback."""
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+
+    def enter() -> None:
+        raise RuntimeError("a connection was lost")
+
+    launch.run_work(theirs, enter, launch.RankWork(bool, (), sends=False))
+    theirs.close()
 
 
 def test_a_deadline_ends_all() -> None:

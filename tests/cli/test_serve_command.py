@@ -303,6 +303,8 @@ def test_names_that_no_response_can_have_are_refused(tmp_path: Path) -> None:
     for names in (None, ["small", "sm\udcff"]):
         with pytest.raises(OptionError, match="--served-name: expected text in UTF-8"):
             ServeOptions(model=str(folder) if names is None else "smollm2", served_name=names)
+    with pytest.raises(OptionError, match="--served-name: expected some text, given an empty one"):
+        ServeOptions(model="smollm2", served_name=["small", ""])
     ServeOptions(model=str(folder), served_name=["small"])
 
 

@@ -106,8 +106,16 @@ INVALID: dict[str, list[Any]] = {
     "top_logprobs": [-1, 21, True],
     "tools": [{}, ["x"]],
     "tool_choice": ["any", {"type": "function"}, {"type": "function", "function": {"name": ""}}],
-    "response_format": ["json_object", {"type": "json_schema"}, {"type": "json_object", "x": 1}],
-    "user": [1, "\udfff"],
+    "response_format": [
+        "json_object",
+        {"type": "json_schema"},
+        {"type": "json_object", "x": 1},
+        {"type": "json_schema", "json_schema": {"name": "x" * 65, "schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "description": "x" * ((1 << 16) + 1)}},
+    ],
+    "user": [1, "\udfff", "x" * 513],
+    "safety_identifier": [1, "x" * 65],
+    "prompt_cache_key": [1, "x" * 65],
     "frequency_penalty": [-2.1, "1", True],
     "logit_bias": [
         [],

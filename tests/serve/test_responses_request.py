@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from attnmesh.serve import responses_request
+from attnmesh.serve import responses_input, responses_request
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.responses_request import ResponseRequest
 from tests.support.serving.fake_engine import ThreadWorld
@@ -84,6 +84,22 @@ def test_items_stay_in_the_order_in_which_they_were_sent(sent: tuple[str, ...], 
         found.append([*(("thought", sign) for sign in one.get("reasoning_content", "")), *texts, *calls])
     assert [tuple(kind for kind, _ in one) for one in found] == messages
     assert [text for one in found for _, text in one] == [str(i) for i in range(len(sent))]
+
+
+def test_no_thought_is_copied_for_each_one_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+
+    class Thought(str):
+        def __add__(self, other: str) -> "Thought":
+            copied.append(len(self) + len(other))
+            return Thought(str(self) + other)
+
+    read = responses_input.thought_of
+    monkeypatch.setattr(responses_input, "thought_of", lambda field, parts: Thought(read(field, parts)))
+    fields = ResponseRequest().read({"model": NAME, "input": [item("thought", "Hm. ")] * 500})
+    (message,) = fields["messages"]
+    assert message["reasoning_content"] == "Hm. " * 500
+    assert sum(copied) <= len(message["reasoning_content"])
 
 
 def test_a_request_is_read_once_and_in_a_thread(
@@ -205,3 +221,25 @@ def test_what_a_template_refuses_is_named_by_its_item() -> None:
     for chats, field in named.items():
         error = request.rename(Refused(400, f"{chats}: expected more", chats))
         assert (error.param, str(error)) == (field, f"{field}: expected more")
+
+
+def test_the_name_of_a_field_is_found_without_a_look_at_all_others() -> None:
+    """The event loop waits for it, and a request may have tens of thousands of items."""
+    looked_up = []
+
+    class Names(dict[str, str]):
+        def __contains__(self, name: object) -> bool:
+            looked_up.append(name)
+            return super().__contains__(name)
+
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+    request = ResponseRequest()
+    request.read({"model": NAME, "input": [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(99)]})
+    request.names = Names(request.names)
+    field = "messages[57].content[3].text"
+    assert request.rename(Refused(400, f"{field}: expected text", field)).param == "input[57].content[3].text"
+    overflow = "The prompt has 100,000 tokens, and the server's longest context is 8,192 tokens with the answer."
+    assert str(request.rename(Refused(400, overflow))) == overflow
+    assert len(looked_up) < 10

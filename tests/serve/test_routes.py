@@ -1,5 +1,7 @@
 """Routes of the server: answers have the shape of OpenAI's, and so has what is refused."""
 
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +9,7 @@ import openai
 import pytest
 
 from attnmesh.serve.access import Limits
+from attnmesh.serve.json_reader import JsonReader
 from tests.support.serving.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
 from tests.support.serving.served import NAME, OTHER_NAME, Served, chat, expected, served, talk, until
 
@@ -38,6 +41,51 @@ def test_a_chat_is_answered_whole_and_in_a_stream(client: openai.OpenAI) -> None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (prompt, 60)
     assert whole.usage.prompt_tokens_details.cached_tokens == prompt // 2
     assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+SAID = "What nobody needs once it is tokens."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", chat(SAID, user=SAID, cache_salt=SAID)),
+        ("completions", {"model": NAME, "prompt": SAID, "user": SAID}),
+        ("responses", {"model": NAME, "input": [{"role": "user", "content": SAID}], "cache_salt": SAID}),
+    ],
+)
+def test_what_a_request_said_is_let_go_once_it_is_encoded(
+    path: str, fields: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[str]] = []
+
+    class Said(str):
+        """A text that can be referred to weakly."""
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: marked(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [*map(marked, value)]
+        if value != SAID:
+            return value
+        said = Said(value)
+        held.append(weakref.ref(said))
+        return said
+
+    read = JsonReader.read
+    monkeypatch.setattr(JsonReader, "read", lambda reader: marked(read(reader)))
+    slow = ThreadWorld(pause=0.05)
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    with served(slow, drain=0.1) as one:
+        ask = threading.Thread(target=one.ask, args=(f"/v1/{path}", fields | {"stream": stream, limit: 300}))
+        ask.start()
+        until(lambda: slow.engine.tokens > 1)
+        until(lambda: all(text() is None for text in held), 10)
+        assert held
+        assert one.front.open
+    ask.join()
 
 
 def test_a_completion_takes_text_and_tokens(client: openai.OpenAI) -> None:

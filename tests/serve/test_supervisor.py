@@ -57,6 +57,22 @@ def test_a_temporary_folder_of_a_long_name_is_refused_by_its_variable(
     assert not [*folder.iterdir()]
 
 
+def test_an_event_loop_that_is_cut_short_prints_nothing_of_the_ranks() -> None:
+    """As by a second interrupt, or a hangup."""
+    one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=0, metrics=Metrics())
+    said: list[Any] = []
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        await one.start()
+        while one.state != ServerState.READY:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    one.abandon()
+    assert said == []
+
+
 @pytest.mark.parametrize("name", ["long" * 25, "short"])
 def test_a_world_that_cannot_be_listened_for_leaves_no_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_socket(*_: Any) -> None:

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -297,7 +297,9 @@ def run_work(pipe: Connection, enter: Callable[[], None], work: RankWork) -> Non
         # Our errors can be pickled; of an unknown class only the text is sent.
         can_pickle = isinstance(error, (InputError, RankFailure))
         speaker = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
-        pipe.send(("failed", error if can_pickle else LaunchError(f"on {speaker}:\n{traceback.format_exc()}")))
+        failure = error if can_pickle else LaunchError(f"on {speaker}:\n{traceback.format_exc()}")
+        with suppress(OSError):  # nobody waits for this rank any more: another one's end was seen before
+            pipe.send(("failed", failure))
 
 
 def leave_with_parent(leftovers: Sequence[str] = ()) -> None:

@@ -15,6 +15,12 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 MAX_BIASES = 1024
 """Tokens whose logits a request biases."""
 
+MAX_IDENTIFIER, MAX_USER = 64, 512
+"""Characters of an identifier of a client, as OpenAI has them, and of `user`, for which it names no limit."""
+
+MAX_DESCRIPTION = 1 << 16
+"""Characters of the description of a format, which nothing reads."""
+
 NEW_TOKENS_EXPECTED = "1 to what the context leaves beside the prompt"
 """Limit of new tokens, which depends on the model and the prompt."""
 
@@ -130,6 +136,11 @@ def is_text(value: Any) -> bool:
     return True
 
 
+def is_text_up_to(most: int) -> Callable[[Any], bool]:
+    """Return a test of texts of at most so many characters."""
+    return lambda value: isinstance(value, str) and len(value) <= most and is_text(value)
+
+
 def is_name(value: Any) -> bool:
     """Return whether a value is text of one character or more."""
     return is_text(value) and value != ""
@@ -186,13 +197,22 @@ def is_response_format(value: Any) -> bool:
     inner = value.get("json_schema")
     if value.keys() != {"type", "json_schema"} or not isinstance(inner, dict):
         return False
-    known = inner.keys() <= {"name", "description", "schema", "strict"} and is_name(inner.get("name"))
-    texts = inner.get("description") is None or is_text(inner["description"])
+    known = inner.keys() <= {"name", "description", "schema", "strict"}
+    texts = inner.get("name") != "" and is_text_up_to(MAX_IDENTIFIER)(inner.get("name"))
+    texts = texts and (inner.get("description") is None or is_text_up_to(MAX_DESCRIPTION)(inner["description"]))
     return known and texts and isinstance(inner.get("schema"), dict) and isinstance(inner.get("strict"), bool | None)
 
 
-FORMAT_EXPECTED = 'type "text" or "json_object", or "json_schema" with json_schema of a name and a schema'
+FORMAT_PARTS = (
+    f"a schema, a name of at most {MAX_IDENTIFIER} characters, and a description of at most {MAX_DESCRIPTION}"
+)
+"""What a schema of a response format has."""
+
+FORMAT_EXPECTED = f'type "text" or "json_object", or "json_schema" with json_schema of {FORMAT_PARTS}'
 """Types of a response format."""
+
+IDENTIFIER_EXPECTED = f"text of at most {MAX_IDENTIFIER} characters"
+"""Words for an identifier of a client."""
 
 TOOL_CHOICE_EXPECTED = '"auto", "none", "required", or {type: "function", function: {name}}'
 """Words for a choice of tools."""
@@ -217,7 +237,9 @@ SAMPLING: RequestFields = {
     "stream": ServedField(is_flag, "true or false", False),
     "stream_options": ServedField(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
     "cache_salt": ServedField(is_name, "text of one character or more", None, SALT),
-    "user": ServedField(is_text, "text", None, "has no effect, by its definition"),
+    "user": ServedField(
+        is_text_up_to(MAX_USER), f"text of at most {MAX_USER} characters", None, "has no effect, by its definition"
+    ),
     "frequency_penalty": ServedField(is_number(-2, 2), "-2 to 2", 0.0, "for each time that a token is in the answer"),
     "presence_penalty": ServedField(is_number(-2, 2), "-2 to 2", 0.0, "for tokens of the answer"),
     "logit_bias": ServedField(
@@ -276,8 +298,12 @@ CHAT: RequestFields = {
     "service_tier": NeutralField(("auto", "default")),
     "store": NeutralField((False,)),
     "metadata": NeutralField(({},)),
-    "safety_identifier": ServedField(is_text, "text", None, "has no effect, by its definition"),
-    "prompt_cache_key": ServedField(is_text, "text", None, "has no effect: prefixes are found by comparison"),
+    "safety_identifier": ServedField(
+        is_text_up_to(MAX_IDENTIFIER), IDENTIFIER_EXPECTED, None, "has no effect, by its definition"
+    ),
+    "prompt_cache_key": ServedField(
+        is_text_up_to(MAX_IDENTIFIER), IDENTIFIER_EXPECTED, None, "has no effect: prefixes are found by comparison"
+    ),
     **dict.fromkeys(REFUSED, NeutralField()),
 }
 """Fields of /v1/chat/completions."""

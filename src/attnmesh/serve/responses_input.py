@@ -52,8 +52,16 @@ class InputMessages:
     """Messages of a chat. `names` has the field of the request that each of their fields came from."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        """Messages of which `reasoning_content` is a list of texts, which are joined once."""
         self.names: dict[str, str] = {}
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages that were added."""
+        for message in self._messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
+        return self._messages
 
     def add_items(self, items: Iterable[dict[str, Any]]) -> None:
         """Add the messages of items, or raise on one that is not served."""
@@ -83,7 +91,7 @@ class InputMessages:
             case _:
                 place = "summary" if item.get("content") in (None, []) else "content"
                 if thought := thought_of(f"{field}.{place}", item.get(place)):
-                    message = {"role": "assistant", "content": None, "reasoning_content": thought}
+                    message = {"role": "assistant", "content": None, "reasoning_content": [thought]}
                     self._add_part(field, message, "reasoning_content", f".{place}")
 
     def _add_call(self, field: str, item: dict[str, Any]) -> None:
@@ -91,17 +99,17 @@ class InputMessages:
         call = {"id": text_of(f"{field}.call_id", item.get("call_id")), "type": "function", "function": function}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         place = self._add_part(field, message, "tool_calls", "")
-        place += f"[{len(self.messages[-1]['tool_calls']) - 1}]"
+        place += f"[{len(self._messages[-1]['tool_calls']) - 1}]"
         self.names |= {place: field, f"{place}.function": field}
 
     def _add_part(self, field: str, message: dict[str, Any], kind: str, place: str) -> str:
         """Add a message, or what it holds to the last one. Return the field of the chat that holds it."""
-        if self.messages and _continues(self.messages[-1], message, kind):
-            _join(self.messages[-1], message, kind)
+        if self._messages and _continues(self._messages[-1], message, kind):
+            _join(self._messages[-1], message, kind)
         else:
-            self.messages.append(message)
-            self.names[f"messages[{len(self.messages) - 1}]"] = field
-        chat_field = f"messages[{len(self.messages) - 1}].{kind}"
+            self._messages.append(message)
+            self.names[f"messages[{len(self._messages) - 1}]"] = field
+        chat_field = f"messages[{len(self._messages) - 1}].{kind}"
         self.names.setdefault(chat_field, field + place)
         return chat_field
 
@@ -116,8 +124,10 @@ def _continues(last: dict[str, Any], message: dict[str, Any], kind: str) -> bool
 
 def _join(last: dict[str, Any], message: dict[str, Any], kind: str) -> None:
     """Add a part of an answer to its message, which has no content yet if the part is content."""
-    further = kind in last and kind != "content"
-    last[kind] = last[kind] + message[kind] if further else message[kind]
+    if kind in last and kind != "content":
+        last[kind].extend(message[kind])
+    else:
+        last[kind] = message[kind]
 
 
 def check_fields(field: str, value: dict[str, Any], kind: str) -> None:

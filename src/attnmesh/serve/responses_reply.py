@@ -187,6 +187,7 @@ class ResponseReply(Reply):
         super().__init__(*arguments)
         self.request = request
         self.items = ResponseItems(self.objects.id, self.objects.model, request.fields)
+        request.forget_input()
 
     async def whole(self) -> bytes:
         """Return the response, as JSON."""

@@ -1,6 +1,5 @@
 """Requests of /v1/responses: their fields, and those of the chat that they mean. Nothing is kept between requests."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -9,6 +8,7 @@ from typing import Any
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import (
     CHAT,
+    FORMAT_PARTS,
     REQUIRED,
     SAMPLING,
     NeutralField,
@@ -51,7 +51,7 @@ def is_named(value: Any) -> bool:
     return named and is_name(value["name"])
 
 
-TEXT_FORMAT_EXPECTED = 'type "text" or "json_object", or "json_schema" with a name and a schema'
+TEXT_FORMAT_EXPECTED = f'type "text" or "json_object", or "json_schema" with {FORMAT_PARTS}'
 """Types of the text of a response."""
 
 REFUSED = (
@@ -143,6 +143,12 @@ class ResponseRequest:
         self.names = names
         return read_fields(chat, CHAT)
 
+    def forget_input(self) -> None:
+        """Let go of all fields, and of the names of messages, which no error has once they are tokens."""
+        tools = len(self.fields["tools"] or [])
+        self.fields = {}
+        self.names = NAMES | names_of_tools(tools)
+
     @contextmanager
     def naming_fields(self) -> Iterator[None]:
         """Name fields in errors as the request does."""
@@ -155,11 +161,12 @@ class ResponseRequest:
         """Return an error that names the field of the request. An engine's has it in its text alone."""
         field = error.param or str(error).partition(":")[0]
         text = str(error)
-        known = [name for name in self.names if re.match(rf"{re.escape(name)}(?![^.\[])", field)]
-        if not known:
-            return error
-        longest = max(known, key=len)
-        name = self.names[longest] + field[len(longest) :]
+        known = field
+        while known not in self.names:  # a look at each name would hold up the event loop
+            known = known[: max(known.rfind("."), known.rfind("["), 0)]
+            if not known:
+                return error
+        name = self.names[known] + field[len(known) :]
         return Refused(error.status, text.replace(field, name, 1), name, error.code)
 
 
@@ -175,14 +182,18 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         read.add("user", fields["input"], "input")
     else:
         read.add_items(fields["input"])
-    body["messages"] = read.messages
+    body["messages"] = read.messages()
     body["tools"] = [chat_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields["tools"] or [])] or None
     choice = fields["tool_choice"]
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
-    functions = {f"tools[{index}].function": f"tools[{index}]" for index in range(len(body["tools"] or []))}
-    return body, NAMES | functions | read.names
+    return body, NAMES | names_of_tools(len(body["tools"] or [])) | read.names
+
+
+def names_of_tools(count: int) -> dict[str, str]:
+    """Return the fields of a request that the functions of a chat's tools came from."""
+    return {f"tools[{index}].function": f"tools[{index}]" for index in range(count)}
 
 
 def response_format(format: Any) -> Any:

@@ -243,8 +243,8 @@ class App:
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
         objects = CompletionObjects(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
         with self.supervisor.room(fields["n"]):
-            grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
-        return await self._answer(http, fields | {"grammar": grammar}, prompt, new, objects, make)
+            fields["grammar"] = await while_there(http.receive, self.grammars.of(fields, prompt.end))
+        return await self._answer(http, fields, prompt, new, objects, make)
 
     async def _answer(
         self,
@@ -255,7 +255,7 @@ class App:
         objects: CompletionObjects,
         make: Callable[..., Reply] = Reply,
     ) -> Response:
-        """Submit a request for each choice, and answer with their tokens."""
+        """Submit a request for each choice, and answer with their tokens. The fields are let go: they may be large."""
         longest = self.supervisor.engine_sizes["max_model_len"]
         room = longest - len(prompt.ids)
         if new > room:
@@ -271,10 +271,12 @@ class App:
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        streams, include_usage = fields["stream"], bool((fields["stream_options"] or {}).get("include_usage"))
+        fields.clear()
         reply = make(self.supervisor, objects, prompt, choices, stops)
-        if fields["stream"]:
+        if streams:
             await reply.while_there(http.receive, reply.wait_until_accepted())
-            return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
+            return EventStream(reply, include_usage)
         whole = await reply.while_there(http.receive, reply.whole())
         return Response(whole, media_type="application/json")
 

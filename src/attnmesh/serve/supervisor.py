@@ -361,6 +361,8 @@ class Supervisor:
             self._listener.close()  # a front that is killed leaves no file
         try:
             await connection.receive(self._receive)
+        except asyncio.CancelledError:
+            pass  # the event loop was cut short, and Python 3.11 prints a traceback for a connection that is cancelled
         finally:
             if self._connection is connection:
                 self._lost()
