@@ -40,7 +40,7 @@ def test_the_operators_pass_opcheck(rest: tuple[object, ...], sinks: bool, dtype
     assert set(checks.values()) == {"SUCCESS"}
     q, k, v = inputs(dtype, grad=False)
     out, lse = attend_op(q, k, v, None, *rest)
-    checks = torch.library.opcheck(attend_backward_op, (q, k, v, out, lse, torch.randn_like(out), *rest))
+    checks = torch.library.opcheck(attend_backward_op, (q, k, v, [out, lse, torch.randn_like(out)], *rest))
     assert set(checks.values()) == {"SUCCESS"}
 
 

@@ -75,9 +75,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
+    outputs: Sequence[Tensor],
     visible_tensors: VisibleTensors,
     mask_and_block: MaskAndBlock,
     scaling: Scaling,
@@ -86,7 +84,7 @@ def _backward(
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
     visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
-    inputs = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
+    inputs = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
@@ -106,7 +104,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     q, k, v, sinks, *visible_tensors, out, lse = ctx.saved_tensors
     options = tuple(visible_tensors), ctx.mask_or_code, ctx.scaling, ctx.kernel
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = _run_backward(q, k, v, out, lse, dout, *options)
+    dq, dk, dv = _run_backward(q, k, v, [out, lse, dout], *options)
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
@@ -152,17 +150,14 @@ def attend_backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
+    outputs: Sequence[Tensor],
     visible_tensors: Sequence[Tensor | None],
     mask_code: Sequence[int],
     scaling: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
-    mask_and_block = _decoded(mask_code)
-    return _backward(q, k, v, out, lse, dout, tuple(visible_tensors), mask_and_block, Scaling(*scaling), kernel)
+    return _backward(q, k, v, outputs, tuple(visible_tensors), _decoded(mask_code), Scaling(*scaling), kernel)
 
 
 def _decoded(mask_code: Sequence[int]) -> MaskAndBlock:
@@ -174,17 +169,20 @@ def _is_untraced(mask_or_code: MaskAndBlock | Sequence[int]) -> bool:
     return isinstance(mask_or_code[0], Mask)
 
 
-def _run_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
-) -> tuple[Tensor, ...]:
+def _run_backward(q: Tensor, k: Tensor, v: Tensor, outputs: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), by an operator where the forward pass was one.
 
-    Each tensor is an argument of its own: autograd does not look into lists, and would take what depends on one for a
-    constant.
+    A function of autograd does not look into lists, and would take what depends on one of the outputs for a constant.
     """
-    inputs: Any = (q, k, v, out, lse, dout, *options)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return _backward(q, k, v, outputs, *options)
+
+    is_operator = not _is_untraced(options[1])
     gradients: tuple[Tensor, ...] = (
-        run_once_differentiable(_backward, *inputs) if _is_untraced(options[1]) else attend_backward_op(*inputs)
+        attend_backward_op(q, k, v, outputs, *options)
+        if is_operator
+        else run_once_differentiable(run, q, k, v, *outputs)
     )
     return gradients
 
@@ -194,7 +192,8 @@ def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: An
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
     dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
-    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    outputs = [torch.zeros_like(dout), lse, dout]
+    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), outputs, *options)
     return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
 
 
