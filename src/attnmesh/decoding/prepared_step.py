@@ -116,7 +116,7 @@ class LoneStep(PreparedStep):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output."""
-        views = []
+        views = []  # made here and in other kinds of steps: a function for it would take 65 ns of each step
         for cache in inputs.caches:
             views.append(cache.local_shards.own.view)
         partial, _ = self.attend(inputs, views)
@@ -138,7 +138,7 @@ class HostMergedStep(PreparedStep):
     """Heads of the output in a merged partial; None for all."""
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Return the output, or raise."""
+        """Return the output. An error of this rank before the merge is raised on all, and so are calls that differ."""
         try:
             views = []
             for cache in inputs.caches:

@@ -24,7 +24,7 @@ HEADER_BYTES = 32 << 10
 """Bytes of a request's line and headers."""
 
 HEADER_SECONDS = 20.0
-"""Time that a client has to send them."""
+"""Seconds that a client has to send the line and the headers of a request."""
 
 STALL_SECONDS = 60.0
 """Seconds after which a client that does not read its response is cut off."""
