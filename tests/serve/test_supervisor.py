@@ -57,8 +57,9 @@ def test_a_temporary_folder_of_a_long_name_is_refused_by_its_variable(
     assert not [*folder.iterdir()]
 
 
-def test_an_event_loop_that_is_cut_short_prints_nothing_of_the_ranks() -> None:
-    """As by a second interrupt, or a hangup."""
+@pytest.mark.parametrize("first", ["the ranks", "the loop"])
+def test_an_event_loop_that_is_cut_short_prints_nothing_of_the_ranks(first: str) -> None:
+    """As by a second interrupt, or a hangup, whether the ranks end before it has closed or after."""
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=0, metrics=Metrics())
     said: list[Any] = []
 
@@ -66,6 +67,15 @@ def test_an_event_loop_that_is_cut_short_prints_nothing_of_the_ranks() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
         await one.start()
         while one.state != ServerState.READY:
+            await asyncio.sleep(0.01)
+        assert one._worlds_task is not None
+        assert one._world_thread is not None
+        if first == "the ranks":
+            one._worlds_task.cancel()
+            await asyncio.wait({one._worlds_task})
+            one.world.kill()
+            while one._world_thread.is_alive():
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.01)
 
     asyncio.run(serve())

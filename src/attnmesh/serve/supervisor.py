@@ -316,6 +316,10 @@ class Supervisor:
         listener = self._listener
         ended: asyncio.Future[BaseException] = loop.create_future()
 
+        def end(error: BaseException) -> None:
+            if not ended.cancelled():  # as where the loop was cut short
+                ended.set_result(error)
+
         def run() -> None:
             error: BaseException = RuntimeError("the ranks ended before the server did")
             try:
@@ -323,7 +327,7 @@ class Supervisor:
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(ended.set_result, error)
+                loop.call_soon_threadsafe(end, error)
 
         self._world_thread = threading.Thread(target=run, daemon=True)
         self._world_thread.start()
