@@ -1,7 +1,7 @@
 """Compiled decode steps: one graph for all lengths and masks, whose outputs are NaN where an eager step would raise."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,14 @@ def append_and_decode(cache: am.KVCache, q: Tensor) -> Tensor:
     return am.decode(q, cache, k=NEW[0], v=NEW[1], mask=WINDOW) * 2
 
 
+@pytest.fixture
+def fresh_traces() -> Iterator[None]:
+    """Let PyTorch forget its traces: a function that has left a graph is not traced again, nor after many traces."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def special_cache(kind: str, folder: Path) -> am.KVCache:
     """Return a cache of ten tokens that forgets, has two memories, is in a folder, or is forked."""
     options: dict[str, dict[str, Any]] = {"mask": {"mask": WINDOW}, "hot": {"hot": 4}, "folder": {"folder": folder}}
@@ -204,6 +212,7 @@ def special_cache(kind: str, folder: Path) -> am.KVCache:
     return cache.fork() if kind == "fork" else cache
 
 
+@pytest.mark.usefixtures("fresh_traces")
 @pytest.mark.parametrize(
     ("kind", "step", "said"),
     [
@@ -232,6 +241,8 @@ def test_a_graph_and_what_replaces_it_say_why_they_refuse_a_cache(
     assert cache.length == 10
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, of the frames that it traces after the append
+@pytest.mark.usefixtures("fresh_traces")
 def test_an_append_to_a_folder_leaves_the_graph(tmp_path: Path) -> None:
     cache = special_cache("folder", tmp_path)
     expected = append_and_decode(copy.deepcopy(cache), QUERY)
@@ -242,6 +253,7 @@ def test_an_append_to_a_folder_leaves_the_graph(tmp_path: Path) -> None:
     assert cache.length == 11
 
 
+@pytest.mark.usefixtures("fresh_traces")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_error_is_raised_outside_of_graphs(dynamic: bool) -> None:
     """Its text may have symbols, which no message of PyTorch can."""
