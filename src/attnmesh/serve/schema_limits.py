@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
+from attnmesh.serve.schema_numbers import check_numbers
 from attnmesh.serve.tool_schemas import inner_schemas
 
 LEVELS = 128
@@ -196,9 +197,10 @@ class SchemaGraph:
         return sum(divisors) * max(1, self.work().divisor // max(divisors)) if divisors else 0
 
     def check_keywords(self) -> None:
-        """Raise on schemas with an address of their own (`$id`), and on too many patterns of names."""
+        """Raise on addresses of schemas within (`$id`), numbers that no grammar holds, and many patterns of names."""
         for schema in (inner for defined, _ in self.defined.values() for inner in within(defined)):
             field = self.fields[id(schema)]
+            check_numbers(field, schema)
             names = schema.get("patternProperties", ())
             for name in ("$id", "id"):
                 if schema is not self.root and isinstance(schema.get(name), str):
