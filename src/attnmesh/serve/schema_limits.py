@@ -4,6 +4,7 @@ llguidance follows references on its stack, and looks whether patterns that hold
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,9 @@ DIVISORS = 100_000
 
 PATTERN_NAMES = 32
 """Patterns of names of one object, each of which is compared with the others."""
+
+INDEX = re.compile("0|[1-9][0-9]{0,8}")
+"""Places in lists, as references name them: without zeros before (RFC 6901)."""
 
 DEFINITIONS, CHOICES = ("$defs", "definitions"), ("anyOf", "oneOf")
 OF_NOTHING = ("string", "number", "integer", "boolean", "null")
@@ -85,7 +89,7 @@ class SchemaGraph:
         for step in unquote(pointer).split("/")[1:] if is_pointer else ():
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list):
-                target = target[int(name)] if name.isdecimal() and int(name[:9]) < len(target) else None
+                target = target[int(name)] if INDEX.fullmatch(name) and int(name) < len(target) else None
             else:
                 target = target.get(name) if isinstance(target, dict) else None
         if not is_pointer or not (isinstance(target, bool) or id(target) in self.fields):
@@ -197,7 +201,7 @@ class SchemaGraph:
         return sum(divisors) * max(1, self.work().divisor // max(divisors)) if divisors else 0
 
     def check_keywords(self) -> None:
-        """Raise on addresses of schemas within (`$id`), numbers that no grammar holds, and many patterns of names."""
+        """Raise on addresses of schemas within (`$id`), choices of nothing, numbers, and too many patterns of names."""
         for schema in (inner for defined, _ in self.defined.values() for inner in within(defined)):
             field = self.fields[id(schema)]
             check_numbers(field, schema)
@@ -205,6 +209,9 @@ class SchemaGraph:
             for name in ("$id", "id"):
                 if schema is not self.root and isinstance(schema.get(name), str):
                     refuse(f"{field}.{name}", "none within a schema")
+            for name in CHOICES:
+                if name in schema and not schema[name]:
+                    refuse(f"{field}.{name}", "at least one schema")
             if len(names) > PATTERN_NAMES:
                 refuse(f"{field}.patternProperties", f"at most {PATTERN_NAMES}")
 
