@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
 from attnmesh.serve.schema_numbers import check_numbers
+from attnmesh.serve.schema_patterns import check_pattern
 from attnmesh.serve.tool_schemas import inner_schemas
 
 LEVELS = 128
@@ -201,11 +202,14 @@ class SchemaGraph:
         return sum(divisors) * max(1, self.work().divisor // max(divisors)) if divisors else 0
 
     def check_keywords(self) -> None:
-        """Raise on addresses of schemas within (`$id`), choices of nothing, numbers, and too many patterns of names."""
+        """Raise on addresses of schemas within (`$id`), choices of none, and numbers or patterns not held."""
         for schema in (inner for defined, _ in self.defined.values() for inner in within(defined)):
             field = self.fields[id(schema)]
             check_numbers(field, schema)
+            check_pattern(f"{field}.pattern", schema.get("pattern"))
             names = schema.get("patternProperties", ())
+            for name in names:
+                check_pattern(f"{field}.patternProperties.{name[:60]}", name)
             for name in ("$id", "id"):
                 if schema is not self.root and isinstance(schema.get(name), str):
                     refuse(f"{field}.{name}", "none within a schema")

@@ -32,13 +32,13 @@ def check_numbers(field: str, schema: Mapping[str, Any]) -> None:
     types = [types] if isinstance(types, str) else types
     is_whole = "integer" in types and "number" not in types
     for keyword in BOUNDS:
-        number = schema.get(keyword)
-        if not isinstance(number, int | float) or isinstance(number, bool):
+        bound = schema.get(keyword)
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
             continue
         is_exclusive = keyword not in BOUNDS[:2] or schema.get(f"exclusive{keyword.capitalize()}") is True
         most = EXACT - 1 if is_exclusive else LARGEST  # the next whole number counts, too
-        if abs(number) > most or not _is_kept(number, as_integer=True, as_float=not is_whole):
-            raise _inexact(f"{field}.{keyword}", number, "Leave it out, or take a bound of 15 digits at most.")
+        if abs(bound) > most or not _is_kept(bound, as_integer=True, as_float=not is_whole):
+            raise _inexact(f"{field}.{keyword}", bound, "Leave it out, or take a bound of 15 digits at most.")
 
 
 def _numbers(place: str, value: Any) -> Iterator[tuple[str, int | float]]:
