@@ -105,6 +105,8 @@ RECURSIVE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, 
 
 WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}
 
+NAMES = [f"p{i}" for i in range(MAX_PROPERTIES + 1)]
+
 NOT = {"type": "object", "not": {}}
 OTHER_TOOL = {"type": "function", "function": {"name": "g"}}
 
@@ -113,6 +115,10 @@ BAD_SCHEMAS: dict[str, tuple[Any, str]] = {
     "itself": ({"$ref": "#"}, ""),
     "nothing fits": ({"type": "integer", "minimum": 3, "maximum": 1}, ""),
     "wide": (WIDE, ""),
+    "names that must be": ({"type": "object", "required": NAMES}, ""),
+    "names that must be, apart": ({"allOf": [{"type": "object", "required": [name]} for name in NAMES]}, ""),
+    "members of a constant": ({"const": [dict.fromkeys(NAMES, 1)]}, ""),
+    "members of choices": ({"enum": [{name: 1} for name in NAMES]}, ""),
     "long": ({"enum": ["x" * 200_000]}, ""),
     "look-around": ({"pattern": "(?=x)y"}, ""),
     "a pattern that is none": ({"type": "string", "pattern": "("}, ""),
@@ -221,7 +227,10 @@ def test_schemas_of_too_much_work_are_refused_before_a_grammar_is_made(name: str
 
 TREE = {"anyOf": [{"type": "array", "items": {"$ref": "#/definitions/a~1b"}}, {"type": ["integer", "null"]}]}
 
+WIDEST = [f"p{i}" for i in range(MAX_PROPERTIES)]
+
 SERVED: list[dict[str, Any]] = [
+    {"type": "object", "properties": dict.fromkeys(WIDEST, True), "required": WIDEST, "additionalProperties": False},
     chain(step="items", links=50),
     {"definitions": {"a/b": TREE}, "$ref": "#/definitions/a~1b"},
     {"definitions": {"a/b": TREE}, "type": "array", "items": {"$ref": "#/definitions/a%7E1b"}, "minItems": 3},

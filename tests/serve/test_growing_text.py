@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, partial_mark_length, read_json, read_object
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, check_json, check_object, partial_mark_length
 
 pytestmark = pytest.mark.quick
 
@@ -75,7 +75,7 @@ def test_a_value_of_json_ends_where_pythons_reader_ends(value: Any, indent: int 
     text = json.dumps(value, indent=indent)
     _, found, rest = read([*text, "] }"], READERS["json"])
     assert (found, rest) == (text, "] }")
-    assert read_json(found) == value
+    check_json(found)
 
 
 def test_members_are_those_of_an_object_each_once() -> None:
@@ -84,16 +84,42 @@ def test_members_are_those_of_an_object_each_once() -> None:
         assert read([text], READERS["members"])[1] is NoMatch
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "1e999", '{"a": 1, "a": 1}', "[1", "", "[" * 100_000])
-def test_what_the_server_would_not_read_is_no_json(text: str) -> None:
+@given(st.lists(st.sampled_from([*'{}[],:"', '"a"', "1", "-0.5e3", "null", " ", "\\n"])).map("".join))
+@example('{"a": [1, {"b": []}], "c": "\\u00e9"}')
+@example("[1,]")
+@example('{"a":1,}')
+@example("01")
+@example("")
+@example('"\n"')
+def test_what_is_json_for_python_is_json(text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError:
+        with pytest.raises(NoMatch):
+            check_json(text)
+    else:
+        check_json(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e999", '{"a": 1, "a": 1}', "9" * 5000, "[" * 100_000 + "]" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000]
+)
+def test_values_that_python_would_not_read_are_json(text: str) -> None:
+    check_json(text)
+    assert read([f"{text} "], READERS["json"])[1:] == (text, " ")
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "[1", "[" * 100_000, '"' + "a" * 100_000, '"' + "\\n" * 100_000])
+def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(NoMatch):
-        read_json(text)
+        check_json(text)
 
 
 def test_an_object_is_no_list() -> None:
-    assert read_object('{"a": [1.5]}') == {"a": [1.5]}
-    with pytest.raises(NoMatch):
-        read_object("[]")
+    check_object(' {"a": [1.5]}')
+    for text in ("[]", "1", "", " "):
+        with pytest.raises(NoMatch):
+            check_object(text)
 
 
 def test_a_mark_stands_where_its_token_was_written_and_not_where_it_is_spelled() -> None:

@@ -116,8 +116,18 @@ def test_references_and_addresses_that_lead_nowhere_are_refused_by_their_place()
         with pytest.raises(Refused) as raised:
             checked_divisors("f", {"properties": {"x": {"$ref": place}}, "type": "object", "$defs": {"a": True}})
         assert raised.value.param == "f.properties.x.$ref"
+    for place in ("99", "00", "00000000099", "0" * 5000, "9" * 5000, "-1", "\u0661", ""):
+        with pytest.raises(Refused, match=r"^f\.anyOf\[1\]\.\$ref: expected ") as raised:
+            checked_divisors("f", {"anyOf": [{"type": "null"}, {"$ref": f"#/anyOf/{place}"}]})
+    checked_divisors("f", {"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/0"}]})
     with pytest.raises(Refused, match=r"f.items.\$id: expected none within a schema"):
         checked_divisors("f", {"$id": "taken", "items": {"$id": "refused"}})
     many = {"patternProperties": {str(number): True for number in range(PATTERN_NAMES + 1)}}
     with pytest.raises(Refused, match=f"f.patternProperties: expected at most {PATTERN_NAMES}"):
         checked_divisors("f", many)
+
+
+def test_a_choice_of_no_schema_is_refused_as_one() -> None:
+    for keyword in ("anyOf", "oneOf"):
+        with pytest.raises(Refused, match=rf"^f\.properties\.a\.{keyword}: expected at least one schema\.$"):
+            checked_divisors("f", {"type": "object", "properties": {"a": {keyword: []}}, "required": ["a"]})

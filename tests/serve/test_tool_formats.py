@@ -203,10 +203,17 @@ def test_a_call_is_found_after_a_mark_that_is_none(name: str) -> None:
         assert (content, found) == (f"{mark}?!", calls)
 
 
-def test_a_number_that_no_float_holds_is_text() -> None:
-    """Python would read it as infinite, which JSON cannot spell."""
-    text = "<tool_call>weather<arg_key>days</arg_key><arg_value>1e999</arg_value></tool_call>"
-    assert parts_of("glm", [text]) == ("", "", [("weather", {"days": "1e999"})])
+def test_arguments_are_written_as_the_model_wrote_them() -> None:
+    """Python would change numbers, and join names that are alike."""
+    for value in ("1e999", "1.10", "9" * 4400, '{"b": 1, "b": 2}', "[" * 70 + "]" * 70, '"\\ud800"'):
+        for text in (
+            f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value></tool_call>",
+            f'<tool_call>{{"name": "weather", "arguments": {{"days": {value}}}}}</tool_call>',
+        ):
+            split = AnswerParts(FORMATS["glm" if "arg_key" in text else "hermes"], TOOLS)
+            (call,) = split.add(text) + split.end()
+            assert isinstance(call, ToolCall)
+            assert call.arguments == f'{{"days": {value}}}'
 
 
 def test_an_object_that_calls_no_tool_stays_text() -> None:

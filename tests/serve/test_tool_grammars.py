@@ -10,6 +10,7 @@ import pytest
 from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.serve.answer_parts import find_formats
+from attnmesh.serve.chat import read_call
 from attnmesh.serve.grammars import CHANNELS
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
@@ -52,6 +53,41 @@ def test_calls_are_forced_as_each_family_writes_them(name: str, number: int, spe
             tokens.begin(auto, [], tokenizer(before + bad)["input_ids"])
         said = "<|channel|>final<|message|>Hm." if name == "harmony" else "Hm."
         tokens.begin(auto, [], tokenizer(said)["input_ids"])
+
+
+def one_of(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+ODD_ARGUMENTS = [
+    ("hermes", {"type": "object"}, '{"a": 1, "a": 2}'),
+    ("hermes", {"type": "object"}, '{"a": 1e999}'),
+    ("hermes", {"type": "object"}, f'{{"a": {"[" * 70}{"]" * 70}}}'),
+    ("hermes", one_of({"type": "number"}), '{"a": 1e999}'),
+    ("hermes", one_of({"type": "integer"}), f'{{"a": {"9" * 4400}}}'),
+    ("hermes", one_of({"type": "object", "patternProperties": {"^x": {}}}), '{"a": {"x": 1, "x": null}}'),
+    ("hermes", one_of({"items": {"additionalProperties": {"type": "integer"}}}), '{"a": [{"k": 1, "k": 1}]}'),
+    ("glm", one_of({"type": "number"}), '{"a": 1e999}'),
+    ("glm", one_of({"type": "integer"}), f'{{"a": {"9" * 4400}}}'),
+    ("glm", one_of({"type": "object"}), '{"a": {"b": 1, "b": 2}}'),
+]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": $all}\n</tool_call>',
+    "glm": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>$value</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize(("name", "schema", "arguments"), ODD_ARGUMENTS)
+def test_what_a_grammar_of_calls_lets_through_is_a_call(name: str, schema: Any, arguments: str) -> None:
+    tokenizer = tokenizer_of(name, special=False)
+    text = WRITTEN[name].replace("$all", arguments).replace("$value", arguments[len('{"a": ') : -1])
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        assert tokens.begin(grammar, [END], tokenizer(text)["input_ids"]).mask().allowed[END]
+    ((call,), content) = calls_of(tokenizer, text)
+    assert (call.arguments, content) == (arguments, "")
+    earlier = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
+    assert read_call("messages[1].tool_calls[0]", earlier)["function"]["arguments"] == arguments
 
 
 def test_each_format_has_a_shape_or_is_refused_by_name() -> None:

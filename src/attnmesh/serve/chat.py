@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from attnmesh.hf.serving.step_exchange import can_be_sent
+from attnmesh.serve.growing_text import NoMatch, check_json
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
@@ -228,7 +229,8 @@ def _shape_arguments(processing_class: Any, template: str, messages: list[dict[s
     )
     if as_text is None or (as_object is not None and as_object != as_text):
         for function in calls:
-            function["arguments"] = JsonReader(function["arguments"], VALUES).read()
+            with suppress(Refused):  # of sizes that are not read: the template gets text
+                function["arguments"] = JsonReader(function["arguments"], VALUES).read()
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
@@ -359,12 +361,12 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
         raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
     text = "{}" if function.get("arguments") in (None, "") else function["arguments"]
     try:
-        arguments = JsonReader(text, VALUES).read() if is_text(text) else None
-    except Refused:
+        check_json(text if is_text(text) else "0")
+    except NoMatch:
         raise wrong_value(f"{param}.function.arguments", "JSON", text) from None
     if function.keys() - {"name", "arguments", *OF_CLIENTS}:
         raise wrong_value(f"{param}.function", "a name and arguments alone", sorted(function))
-    if not isinstance(arguments, dict):
+    if not is_text(text) or text.lstrip()[0] != "{":
         raise wrong_value(f"{param}.function.arguments", "the text of a JSON object", text)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 

@@ -17,7 +17,7 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema_limits import DIVISORS, checked_divisors
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
-from attnmesh.serve.tool_schemas import check_schema
+from attnmesh.serve.tool_schemas import check_schema, inner_schemas
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ GRAMMAR_THREADS = 2
 """Grammars that are made at the same time."""
 
 MAX_PROPERTIES = 1000
-"""Properties of all schemas of a grammar."""
+"""Names of members in all schemas of a grammar."""
 
 MAX_CHARACTERS = 1 << 17
 """Characters of all schemas of a grammar."""
@@ -256,7 +256,7 @@ def check_schema_size(asked: AskedGrammar) -> None:
         check_schema(field, schema)
         properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))
         if properties > MAX_PROPERTIES or characters > MAX_CHARACTERS:
-            most = f"{MAX_PROPERTIES:,} properties and {MAX_CHARACTERS:,} characters"
+            most = f"{MAX_PROPERTIES:,} names of properties and {MAX_CHARACTERS:,} characters"
             raise Refused(400, f"{field}: expected at most {most} in all schemas of a grammar", field)
         divisors += checked_divisors(field, schema)
         if divisors > DIVISORS:
@@ -264,15 +264,23 @@ def check_schema_size(asked: AskedGrammar) -> None:
             raise Refused(400, text, field)
 
 
-def count_properties(value: Any) -> int:
-    """Return the properties of all objects within a schema.
+def count_properties(schema: Any) -> int:
+    """Return the names of members that all objects within a schema have, may have or must have.
 
-    >>> count_properties({"properties": {"a": {"items": {"properties": {"b": {}}}}, "c": {}}})
-    3
+    >>> count_properties({"properties": {"a": {"items": {"properties": {"b": {}}}}, "c": {}}, "required": ["c", "d"]})
+    4
+    >>> count_properties({"enum": [{"a": [{"b": 1}]}, "c"]})
+    2
     """
-    if isinstance(value, list):
-        return sum(map(count_properties, value))
-    if not isinstance(value, dict):
+    if not isinstance(schema, dict):
         return 0
-    own = value.get("properties")
-    return (len(own) if isinstance(own, dict) else 0) + sum(map(count_properties, value.values()))
+    names = {*(schema.get("properties") or ()), *(schema.get("required") or ())}
+    own = len(names) + _count_members([schema.get("const"), schema.get("enum")])
+    return own + sum(count_properties(inner) for _, inner in inner_schemas("", schema))
+
+
+def _count_members(value: Any) -> int:
+    """Return the members of all objects within a value."""
+    if isinstance(value, list):
+        return sum(map(_count_members, value))
+    return len(value) + sum(map(_count_members, value.values())) if isinstance(value, dict) else 0

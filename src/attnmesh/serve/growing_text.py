@@ -1,17 +1,23 @@
 """A text that grows while it is read: readers are generators, which yield None where they need more of it."""
 
-import json
 import re
 from collections.abc import Generator, Iterable
-from math import isfinite
-from typing import Any, NoReturn, TypeVar
-
-from attnmesh.serve.json_reader import DEPTH
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 Reader = Generator[Any, None, T]
 """Result that a reader yields: None where it needs more text, else a part of an answer that is certain."""
+
+_SPACE = r"[ \t\n\r]*+"
+_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
+_PLAIN = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null"
+
+VALUE = re.compile(rf"{_SPACE}(?:([{{\[])|{_STRING}|{_PLAIN})")
+"""A value of JSON, or the bracket at which one begins."""
+FIRST = {"{": re.compile(rf"{_SPACE}(?:{_STRING}{_SPACE}:|(}}))"), "[": re.compile(rf"(?:{_SPACE}(\]))?")}
+LATER = {"{": re.compile(rf"{_SPACE}(?:,{_SPACE}{_STRING}{_SPACE}:|(}}))"), "[": re.compile(rf"{_SPACE}(?:,|(\]))")}
+"""What stands in an object and a list before the first value, and after each one: what leads to a value, or the end."""
 
 SPACE, WORD = re.compile(r"\s*"), re.compile(r"[\w.:/-]*", re.ASCII)
 BRACKET, QUOTE, PLAIN = re.compile(r'["{}\[\]]'), re.compile(r'["\\]'), re.compile(r"[-+.\w]*", re.ASCII)
@@ -159,8 +165,6 @@ class GrowingText:
                     depth += 1
                 case _:
                     depth -= 1
-            if depth > DEPTH:
-                raise NoMatch
             if depth <= 0:
                 return self.text[start : self.at]
 
@@ -201,33 +205,41 @@ def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
     return max((length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length])), default=0)
 
 
-def read_json(text: str) -> Any:
-    """Return a value of JSON, or raise on a text that the server would not read."""
-    try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unlike)
-    except (ValueError, RecursionError):
-        raise NoMatch from None
+def check_json(text: str) -> None:
+    """Raise unless a text is one value of JSON.
+
+    Grammars let names come twice, and numbers and brackets be of any size, so that Python would not read some values.
+
+    >>> check_json('{"a": [1e999, {}], "a": "\\\\ud800"}')
+    """
+    inside = list[str]()
+    at = 0
+    while True:
+        at, begun = _passed(VALUE, text, at)
+        inside += [begun] if begun else []
+        between = FIRST if begun else LATER
+        while inside:
+            at, ended = _passed(between[inside[-1]], text, at)
+            if not ended:
+                break
+            inside.pop()
+            between = LATER
+        else:
+            if text[at:].strip(" \t\n\r"):
+                raise NoMatch
+            return
 
 
-def read_object(text: str) -> dict[str, Any]:
-    """Return an object of JSON, or raise."""
-    value = read_json(text)
-    if not isinstance(value, dict):
+def check_object(text: str) -> None:
+    """Raise unless a text is an object of JSON."""
+    check_json(text)
+    if text.lstrip()[0] != "{":
         raise NoMatch
-    return value
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if isfinite(value) else _refuse(text)
-
-
-def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        raise ValueError("two names that are alike")
-    return members
+def _passed(pattern: re.Pattern[str], text: str, at: int) -> tuple[int, str]:
+    """Return the place after a pattern, and the bracket in it."""
+    match = pattern.match(text, at)
+    if match is None:
+        raise NoMatch
+    return match.end(), match[1] or ""

@@ -1,6 +1,7 @@
 """Rank 0's side of the front: requests from the socket go to the engine, and tokens to the socket."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -38,6 +39,9 @@ from attnmesh.serve.rank_socket import RankSocket
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
 """Errors that a client cannot avoid by another request. Their text is not sent."""
 
+GRAMMARS = 2
+"""Grammars that are made at the same time. Messages, and requests without a grammar, do not wait for them."""
+
 FIGURES_SECONDS = 0.5
 """Seconds from one message of figures to the next."""
 
@@ -67,7 +71,11 @@ class RankRequests:
         self.requests: dict[int, EngineRequest] = {}
         self.prompts: dict[int, NewPrompt] = {}
         """Prompts by number, which several requests may have."""
+        self.coming = set[int]()
+        """Numbers of requests that are not submitted yet, and not cancelled."""
+        self.making = ThreadPoolExecutor(GRAMMARS, thread_name_prefix="submit")
         self.lock = threading.Lock()
+        self.changing = threading.Lock()
         self.done = threading.Event()
 
     def send(self, message: ToFront) -> None:
@@ -88,26 +96,47 @@ class RankRequests:
                     self.prompts.pop(prompt_number, None)
                 case SubmitRequest(number, prompt_number, options, sent):
                     _, ids, images = self.prompts[prompt_number]
-                    self.submit(number, ids, options | ({"images": images} if images else {}), sent)
+                    self.coming.add(number)
+                    asked = number, ids, options | ({"images": images} if images else {}), sent
+                    if options.get("grammar") is None:
+                        self.submit(*asked)
+                    else:
+                        self.making.submit(self.submit, *asked)
                 case CancelRequest(number):
-                    if (request := self.requests.pop(number, None)) is not None:
-                        request.cancel()
+                    self.cancel(number)
                 case CloseEngine():
                     break
+        self.making.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
     def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
         """Queue a request. A request that another world had accepted goes on after the tokens `sent`."""
+        if number not in self.coming:
+            return
         try:
             if (grammar := options.get("grammar")) is not None:
                 options = options | {"grammar": read_grammar(grammar)}
             request = self.engine.submit(ids, replay=sent, **options)
         except Exception as error:
+            self.coming.discard(number)
             self.refuse(number, error)
             return
-        self.requests[number] = request
+        with self.changing:  # else a cancel between the two lines would find the request in neither
+            self.requests[number] = request
+            is_cancelled = number not in self.coming
+            self.coming.discard(number)
         self.send(RequestAccepted(number))
         threading.Thread(target=self.forward, args=(number, request), daemon=True).start()
+        if is_cancelled:
+            self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        """End a request, or see that it ends once its grammar is made."""
+        with self.changing:
+            self.coming.discard(number)
+            request = self.requests.pop(number, None)
+        if request is not None:
+            request.cancel()
 
     def forward(self, number: int, request: EngineRequest) -> None:
         """Send the tokens of one request."""

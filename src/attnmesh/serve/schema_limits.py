@@ -4,6 +4,7 @@ llguidance follows references on its stack, and looks whether patterns that hold
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
@@ -11,6 +12,8 @@ from urllib.parse import unquote
 
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
+from attnmesh.serve.schema_numbers import check_numbers
+from attnmesh.serve.schema_patterns import check_pattern
 from attnmesh.serve.tool_schemas import inner_schemas
 
 LEVELS = 128
@@ -24,6 +27,9 @@ DIVISORS = 100_000
 
 PATTERN_NAMES = 32
 """Patterns of names of one object, each of which is compared with the others."""
+
+INDEX = re.compile("0|[1-9][0-9]{0,8}")
+"""Places in lists, as references name them: without zeros before (RFC 6901)."""
 
 DEFINITIONS, CHOICES = ("$defs", "definitions"), ("anyOf", "oneOf")
 OF_NOTHING = ("string", "number", "integer", "boolean", "null")
@@ -84,7 +90,7 @@ class SchemaGraph:
         for step in unquote(pointer).split("/")[1:] if is_pointer else ():
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list):
-                target = target[int(name)] if name.isdecimal() and int(name[:9]) < len(target) else None
+                target = target[int(name)] if INDEX.fullmatch(name) and int(name) < len(target) else None
             else:
                 target = target.get(name) if isinstance(target, dict) else None
         if not is_pointer or not (isinstance(target, bool) or id(target) in self.fields):
@@ -196,13 +202,20 @@ class SchemaGraph:
         return sum(divisors) * max(1, self.work().divisor // max(divisors)) if divisors else 0
 
     def check_keywords(self) -> None:
-        """Raise on schemas with an address of their own (`$id`), and on too many patterns of names."""
+        """Raise on addresses of schemas within (`$id`), choices of none, and numbers or patterns not held."""
         for schema in (inner for defined, _ in self.defined.values() for inner in within(defined)):
             field = self.fields[id(schema)]
+            check_numbers(field, schema)
+            check_pattern(f"{field}.pattern", schema.get("pattern"))
             names = schema.get("patternProperties", ())
+            for name in names:
+                check_pattern(f"{field}.patternProperties.{name[:60]}", name)
             for name in ("$id", "id"):
                 if schema is not self.root and isinstance(schema.get(name), str):
                     refuse(f"{field}.{name}", "none within a schema")
+            for name in CHOICES:
+                if name in schema and not schema[name]:
+                    refuse(f"{field}.{name}", "at least one schema")
             if len(names) > PATTERN_NAMES:
                 refuse(f"{field}.patternProperties", f"at most {PATTERN_NAMES}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial as partial_of
 from typing import Any, NamedTuple
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, read_json, read_object
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, check_json, check_object
 
 
 class ContentText(NamedTuple):
@@ -56,13 +56,18 @@ def call_object(text: GrowingText) -> Reader[ToolCall]:
     """Read an object of JSON that has the name and the arguments of a call."""
     members = yield from text.members(KEYS)
     names = [members[key] for key in ("name", "tool_name") if key in members]
-    name = read_json(names[0]) if names else None
-    if not isinstance(name, str) or not name:
+    name = text_of(names[0]) if names else ""
+    if not name:
         raise NoMatch
     arguments = members.get("arguments", members.get("parameters", "{}"))
-    read_object(arguments)
-    id = read_json(members.get("id", '""'))
-    return ToolCall(name, arguments, id if isinstance(id, str) else "")
+    check_object(arguments)
+    return ToolCall(name, arguments, text_of(members.get("id", '""')))
+
+
+def text_of(value: str) -> str:
+    """Return the text that a value of JSON is; empty if it is another. Raise if the value is none."""
+    check_json(value)
+    return str(json.loads(value)) if value.startswith('"') else ""
 
 
 def call_list(text: GrowingText) -> Reader[None]:
@@ -76,15 +81,25 @@ def call_list(text: GrowingText) -> Reader[None]:
             return
 
 
-def typed_value(tools: Tools, name: str, key: str, value: str) -> Any:
-    """Return an argument that is written without quotes: null, or text, where the tool takes it, else JSON."""
+def typed_value(tools: Tools, name: str, key: str, value: str) -> str:
+    """Return an argument, written without quotes, as JSON: null, or text, where the tool takes it, else as it is.
+
+    >>> typed_value({"f": {"a": {"type": "string"}}}, "f", "a", "12"), typed_value({}, "f", "a", "1e999")
+    ('"12"', '1e999')
+    """
     types = types_of(tools.get(name, {}).get(key))
     if "string" in types:
-        return None if "null" in types and value == "null" else value
+        return value if "null" in types and value == "null" else quoted(value)
     try:
-        return read_json(value)
+        check_json(value)
     except NoMatch:
-        return value
+        return quoted(value)
+    return value.strip()
+
+
+def quoted(text: str) -> str:
+    """Return a text as JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def types_of(schema: Any) -> set[str]:
@@ -113,9 +128,9 @@ def is_type_alone(schema: Any) -> bool:
     return named and schema.keys() <= {"type", "title", "description"}
 
 
-def write_arguments(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as JSON."""
-    return json.dumps(arguments, ensure_ascii=False)
+def write_arguments(arguments: Mapping[str, str]) -> str:
+    """Return arguments, each of which is JSON, as an object."""
+    return f"{{{', '.join(f'{quoted(key)}: {value}' for key, value in arguments.items())}}}"
 
 
 # --- readers ---
@@ -167,7 +182,7 @@ def read_mistral(text: GrowingText, _: Tools) -> Reader[None]:
     yield from text.has("[ARGS]")
     yield from text.space()
     arguments = yield from text.json_text()
-    read_object(arguments)
+    check_object(arguments)
     yield ToolCall(name, arguments, id)
 
 
@@ -193,7 +208,7 @@ def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
             yield from text.expect("```json")
             yield from text.space()
         arguments = yield from text.json_text()
-        read_object(arguments)
+        check_object(arguments)
         yield from text.space()
         if is_code:
             yield from text.expect("```")
@@ -221,7 +236,7 @@ def read_kimi(text: GrowingText, _: Tools) -> Reader[None]:
         yield from text.expect("<|tool_call_argument_begin|>")
         yield from text.space()
         arguments = yield from text.json_text()
-        read_object(arguments)
+        check_object(arguments)
         yield from text.close("<|tool_call_end|>")
         yield ToolCall(id.removeprefix("functions.").rsplit(":", 1)[0], arguments, id)
         yield from text.space()
@@ -234,7 +249,7 @@ def read_glm(text: GrowingText, tools: Tools) -> Reader[None]:
     yield from text.expect("<tool_call>")
     yield from text.space()
     name = yield from text.word()
-    arguments = dict[str, Any]()
+    arguments = dict[str, str]()
     while True:
         yield from text.space()
         if (yield from text.expect("<arg_key>", "</tool_call>")) == "</tool_call>":
@@ -252,7 +267,7 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
     yield from text.space()
     yield from text.expect("<function=")
     name = yield from text.word()
-    arguments = dict[str, Any]()
+    arguments = dict[str, str]()
     yield from text.expect(">")
     while True:
         yield from text.space()
@@ -273,7 +288,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
     yield from text.expect(invoke)
     while True:
         name = yield from text.word()
-        arguments = dict[str, Any]()
+        arguments = dict[str, str]()
         yield from text.expect('">')
         while True:
             yield from text.space()
@@ -282,7 +297,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
             key = yield from text.until('"')
             kind = yield from text.until(">")
             value = yield from text.until(f"</{space}parameter>")
-            arguments[key] = value if 'string="true"' in kind else typed_value(tools, name, key, value)
+            arguments[key] = quoted(value) if 'string="true"' in kind else typed_value(tools, name, key, value)
         yield ToolCall(name, write_arguments(arguments))
         yield from text.space()
         if (yield from text.expect(invoke, end)) == end:
@@ -302,9 +317,11 @@ def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     yield from text.expect("call:")
     name = yield from text.word()
     inside = (yield from text.until(end)).split(quote)
-    parts = [json.dumps(part, ensure_ascii=False) if place % 2 else part for place, part in enumerate(inside)]
+    parts = [quoted(part) if place % 2 else part for place, part in enumerate(inside)]
     parts[::2] = [NAMED.sub(r'\1"\2":', part) for part in parts[::2]]
-    yield ToolCall(name, write_arguments(read_object("".join(parts))))
+    arguments = "".join(parts)
+    check_object(arguments)
+    yield ToolCall(name, arguments)
 
 
 HARMONY = ("<|channel|>", "<|start|>")
@@ -325,7 +342,7 @@ def read_harmony(text: GrowingText, tools: Tools) -> Reader[None]:
         raise NoMatch
     yield from text.space()
     arguments = yield from text.json_text()
-    read_object(arguments)
+    check_object(arguments)
     yield from text.space()
     if text.at < len(text.text):
         yield from text.expect(*HARMONY_ENDS)

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema_limits import DEFINITIONS
+from attnmesh.serve.schema_patterns import write_patterns
 from attnmesh.serve.tool_formats import DSML, deepseek, flat, types_of
 
 SPACE = r"(?: |\n[ \t]{0,32})"
@@ -202,7 +203,7 @@ class Rules:
 
     def json(self, schema: Any) -> str:
         """Return the name of a rule of JSON that follows a schema."""
-        schema = {} if schema is True else {"not": {}} if schema is False else schema
+        schema = {} if schema is True else {"not": {}} if schema is False else write_patterns(schema)
         return self.add("%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}}))
 
     def fill(self, shape: str, **values: str) -> str:

@@ -199,8 +199,18 @@ class GrammarState:
     def _check(self, expected: str) -> None:
         """Raise if the grammar has failed."""
         if self.matcher.is_error():
-            line = self.matcher.get_error().strip().splitlines()[0]
-            raise GrammarError(self.grammar.field, expected, line[:200] or "another", "simplify it")
+            raise GrammarError(self.grammar.field, expected, cause_of(self.matcher.get_error()), "simplify it")
+
+
+def cause_of(error: str) -> str:
+    """Return the line of an error of llguidance that tells its cause. A pattern's stands after the pattern.
+
+    >>> cause_of("at 3(5): regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n  1 | start: r0")
+    'at 3(5): regex parse error: unclosed group'
+    """
+    first, *more = error.strip().splitlines() or ["another"]
+    causes = [line.removeprefix("error:") for line in more if line.startswith("error:")]
+    return (first + causes[0] if first.endswith(":") and causes else first)[:200]
 
 
 def wait_for_any(states: Iterable[GrammarState], seconds: float) -> None:
