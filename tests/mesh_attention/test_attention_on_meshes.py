@@ -85,7 +85,7 @@ def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
         return turns[-1]
 
     with (
-        mock.patch.object(p2p, "LONG_MESSAGE", 0),
+        mock.patch.object(p2p, "LONG_MESSAGE_BYTES", 0),
         mock.patch.object(p2p, "agreed_transport", Transport),
         mock.patch.object(Transport, "sends_in_turn", counted),
     ):

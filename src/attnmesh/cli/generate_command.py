@@ -181,14 +181,14 @@ def _print_table(result: Any, model: ModelOnMesh, verbose: bool) -> None:
     }
     table = pairs("", figures)
     if verbose:
-        table.caption, table.caption_justify = EXPLAINED, "left"
+        table.caption, table.caption_justify = GENERATION_COLUMNS, "left"
     console.print(table)
 
 
 ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tokens allows"}
 """Words for the reason for which an answer ends."""
 
-EXPLAINED = """\
+GENERATION_COLUMNS = """\
 Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the
 first tokens included. Merging counts, for each merge, the shortest time of any rank: the other ranks also wait there
 for a slower rank's work. Weights in memory are a rank's share of the file's pages that ranks of a host map together.

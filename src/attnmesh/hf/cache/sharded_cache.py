@@ -31,7 +31,7 @@ from attnmesh.mesh.axes import RankMesh
 BLOCK, LONG_BLOCK = 16, 128
 """Consecutive tokens that one rank holds, of a short and of a long prompt."""
 
-ROUNDS = 6
+PREFILL_ROUNDS = 6
 """Rounds of blocks in a long prompt, at least: ranks differ by less than a sixth of their tokens."""
 
 
@@ -139,7 +139,7 @@ class ShardedCache(StoredLayers):
     def choose_block(self, tokens: int) -> None:
         """Choose the block, if it was not given, by the length of the first prompt."""
         if self.block_is_free and not self.kv_caches:
-            block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+            block = LONG_BLOCK if tokens >= PREFILL_ROUNDS * LONG_BLOCK * self.ranks else BLOCK
             self.settings = replace(self.settings, block=block)
 
     @property

@@ -21,7 +21,7 @@ from attnmesh.mesh.axes import RankMesh
 ValueCode = Sequence[Any]
 """Name, dtype and shape of a tensor; for any other value its name, None and the value."""
 
-END: list[Operation] = [EndOfSteps()]
+END_OF_STEPS: list[Operation] = [EndOfSteps()]
 """Operations that end an engine."""
 
 FIRST_MESSAGE = 128
