@@ -37,7 +37,9 @@ def _tool_formats() -> list[str]:
     """Return the names of the formats of calls, in the same way."""
     tree = ast.parse((_LIBRARY / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
     tables = [
-        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS_BY_NAME"
     ]
     return [ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key]
 
