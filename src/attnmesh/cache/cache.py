@@ -394,8 +394,8 @@ class KVCache(CacheProperties):
         always = self.guard.checked is not False
         with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
             config.check(self.rank_mesh.heads.size)
-        with self.guard.agreement("reserve", always=always):
-            config.allocating()(partial_of(self.local_shards.grow, config))()
+        with self.guard.agreement("reserve", always=always), config.allocating():
+            self.local_shards.grow(config)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:

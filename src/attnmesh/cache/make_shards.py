@@ -117,7 +117,8 @@ def make_shards(
             if opened is not None:
                 make = opened.folder.shard_maker(opened.layer, config, fail)
             make = _tiered_shard_maker(make, config, device, fail)
-            shards = config.allocating()(partial_of(LocalShards, token_axis, copies, make))()
+            with config.allocating():
+                shards = LocalShards(token_axis, copies, make)
         if opened is not None:
             opened.folder.settle(opened.layer, shards)
     return shards

@@ -41,6 +41,10 @@ PROMPT_END_CHARACTERS = 64
 Check = Callable[[str], Any]
 
 
+def _accept(_: str) -> None:
+    """Let any text pass."""
+
+
 class EncodedPrompt(NamedTuple):
     """The tokens of a prompt, and what a processor makes of its images."""
 
@@ -55,7 +59,7 @@ class EncodedPrompt(NamedTuple):
         return sum(map(len, buffers_of(self.images or {})))
 
 
-def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
+def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = _accept) -> EncodedPrompt:
     """Return the tokens of the messages, with the beginning of the answer.
 
     `processing_class` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is
@@ -179,6 +183,11 @@ PROBE_TEXT = "attnmesh-probe"
 CONTENT_SHAPES: dict[str, Callable[[str], Any]] = {"text": str, "parts": lambda text: [{"type": "text", "text": text}]}
 """Content of a message in the shapes that templates take."""
 
+SAMPLE_CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL_MESSAGE: dict[str, Any] = {"role": "assistant", "tool_calls": [SAMPLE_CALL]}
+RESULT_FIELDS = {"tool_call_id": SAMPLE_CALL["id"], "name": "f"}
+"""A call before a tool's message, and the fields that refer to it. Some templates require ids of nine characters."""
+
 LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE_TEXT}""")
 """Parts that a template prints as a list."""
 
@@ -198,8 +207,9 @@ def _shows(processing_class: Any, options: dict[str, Any], role: str, shape: str
     raises = True
     for made in dict.fromkeys((CONTENT_SHAPES[shape], *CONTENT_SHAPES.values())):
         user = {"role": "user", "content": made("a")}
-        before = {"assistant": [user], "tool": [user, CALLS | {"content": made("")}]}.get(role, [])
-        message = {"role": role, "content": CONTENT_SHAPES[shape](PROBE_TEXT)} | (OF_TOOL if role == "tool" else {})
+        before = {"assistant": [user], "tool": [user, CALL_MESSAGE | {"content": made("")}]}.get(role, [])
+        fields = RESULT_FIELDS if role == "tool" else {}
+        message = {"role": role, "content": CONTENT_SHAPES[shape](PROBE_TEXT), **fields}
         messages = [*before, message, *([] if role == "user" else [user])]
         text = _renders(processing_class, messages, options)
         if text is not None and PROBE_TEXT in text and not LISTED.search(text):
@@ -254,21 +264,17 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
 
 def _find_arguments(processing_class: Any, template: str, arguments: Any) -> str | None:
     """Return what a template makes of a call; None if it raises."""
-    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    call = SAMPLE_CALL | {"function": {"name": "f", "arguments": arguments}}
     texts = [
         _renders(
-            processing_class, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template}
+            processing_class,
+            [user, CALL_MESSAGE | {"content": made(""), "tool_calls": [call]}],
+            {"chat_template": template},
         )
         for made in CONTENT_SHAPES.values()
         for user in [{"role": "user", "content": made("a")}]
     ]
     return next((text for text in texts if text is not None and PROBE_TEXT in text), None)
-
-
-CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
-CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
-OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
-"""A call before a tool's message, and the fields that refer to it. Some templates require ids of nine characters."""
 
 
 def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
@@ -372,7 +378,7 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
+def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = _accept) -> EncodedPrompt:
     """Return the tokens of a completion's prompt: those given, or those of its text."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     prompt = fields["prompt"]
@@ -390,7 +396,7 @@ def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = bo
 
 
 def encode_either(
-    processing_class: Any, fields: dict[str, Any], check: Check = bool
+    processing_class: Any, fields: dict[str, Any], check: Check = _accept
 ) -> tuple[list[int], list[str] | None]:
     """Return the tokens of messages or of a text, and what the vocabulary has for each if that is asked for."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -402,7 +408,7 @@ def encode_either(
     return ids, [*tokenizer.convert_ids_to_tokens(ids)] if fields["return_token_strs"] else None
 
 
-def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = bool) -> str:
+def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = _accept) -> str:
     """Return the text of tokens, with special ones, or raise on ids outside the vocabulary."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not all(0 <= token < len(tokenizer) for token in fields["tokens"]):

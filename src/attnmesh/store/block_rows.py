@@ -20,7 +20,7 @@ HEADS_TENSOR = "heads"
 """Name of the tensor with a file's index along the heads axis, and the number of ranks along it."""
 
 WINDOW_STARTS = "floors"
-"""Name of the tensor with the `WindowStart` of each layer, in the files of a state."""
+"""Name of the tensor with the `WindowStart` of each layer, in the files of a state. Files that exist have this name."""
 
 
 def groups_of(kv_caches: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:

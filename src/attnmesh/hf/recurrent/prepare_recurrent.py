@@ -121,7 +121,7 @@ def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], seq
     states = (_kind(layer).states or PrefillStates)(arguments[name], layer)
     mask = None if sequence.token_mask is None else sequence.token_mask[:, sequence.positions() - sequence.start]
     arguments |= {name: states, _mask_name(arguments): mask}
-    with running(Chain(parts, states.entering(), kept=1)) as chain:
+    with running(Chain(parts, states.entering(), kept_tokens=1)) as chain:
         out = _run_part(run, arguments, 0, chain.tokens, _kind(layer).outputs)
     states.store(chain)
     return out
