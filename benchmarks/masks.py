@@ -14,7 +14,7 @@ from attnmesh import hf
 from attnmesh.hf.load import locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import GrammarState, TokenMask
-from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME
 from attnmesh.serve.tool_grammars import Rules, find_shape
 from benchmarks.timing import Timing
 
@@ -59,7 +59,9 @@ def cases() -> dict[str, str]:
         "an object": rules["an object"].json({"type": "object"}),
         "a schema": rules["a schema"].json(PERSON),
         "a call": rules["a call"].calls(shape, tools, several=True),
-        "text or calls": rules["text or calls"].calls_in_text(shape, tools, FORMATS["hermes"].begins, several=True),
+        "text or calls": rules["text or calls"].calls_in_text(
+            shape, tools, FORMATS_BY_NAME["hermes"].begins, several=True
+        ),
     }
     return {name: rules[name].write(start) for name, start in starts.items()}
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.cli.launch import (
-    TIMEOUT,
+    LAUNCH_TIMEOUT,
     LaunchError,
     ProcessDeath,
     RankWork,
@@ -306,7 +306,7 @@ def _rank(door: str) -> None:
         line.connect(door)
         pipe = Connection(line.detach())
     pipe.send(int(os.environ["RANK"]))
-    run_work(pipe, lambda: dist.init_process_group("gloo", timeout=TIMEOUT), pipe.recv())
+    run_work(pipe, lambda: dist.init_process_group("gloo", timeout=LAUNCH_TIMEOUT), pipe.recv())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 import attnmesh as am
 from attnmesh.mesh.schedule import EXCHANGE_MODES
-from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
+from attnmesh.runtime.ranges import ATTENTION_RANGE, EXCHANGE_RANGE, MERGE_RANGE
 from benchmarks.mesh_figures import DPI, FAINT, INK
 from benchmarks.netns import Hosts, run_on_hosts
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HOSTS, LENGTH, HEADS = Hosts.parse("2x1@1gbit"), 3072, 8
 
-COLOURS = {ATTENTION: "#2f7fc1", EXCHANGE: "#d9772b", MERGE: "#4a9b5b"}
+COLOURS = {ATTENTION_RANGE: "#2f7fc1", EXCHANGE_RANGE: "#d9772b", MERGE_RANGE: "#4a9b5b"}
 
 MESSAGE = ("gloo:recv", "gloo:send")
 """Events of messages under way."""
@@ -68,7 +68,7 @@ def draw_timelines(traces: dict[str, list[Span]]) -> "Figure":
     rows, end = list(COLOURS), max(span.end for spans in traces.values() for span in spans) / 1e3
     for axes, (exchange, spans) in zip(figure.subplots(len(traces), 1, sharex=True), traces.items(), strict=True):
         for span in spans:
-            row = rows.index(EXCHANGE if span.name in MESSAGE else span.name)
+            row = rows.index(EXCHANGE_RANGE if span.name in MESSAGE else span.name)
             colour, above = ("#f3d5bd", 1) if span.name in MESSAGE else (COLOURS[span.name], 2)
             left, width = span.start / 1e3, (span.end - span.start) / 1e3
             axes.barh(-row, width, left=left, height=0.7, color=colour, edgecolor=colour, linewidth=0.8, zorder=above)

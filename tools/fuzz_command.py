@@ -52,7 +52,7 @@ from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
-from attnmesh.planner.plan import MAX_RANKS, Plan
+from attnmesh.planner.plan import MAX_PRICED_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh.serve import server
@@ -406,7 +406,7 @@ def _small(workload: Workload, cluster: Cluster) -> list[Plan] | InputError:
 
 def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> list[Plan]:
     """Return plans for a small part of the cluster, which the planner prices in milliseconds."""
-    small = cluster if cluster.world > MAX_RANKS else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
+    small = cluster if cluster.world > MAX_PRICED_RANKS else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
     found = _small(workload, small)
     if isinstance(found, InputError):
         raise found

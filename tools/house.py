@@ -92,6 +92,22 @@ def shared_stems(trees: dict[str, ast.Module]) -> Found:
     return _several(positions)
 
 
+CONVENTIONAL = {"SUBJECT", "KERNEL", "FAMILIES"}
+"""Constants that many files have, each the same thing: what errors of the file name first, its kernel, its records."""
+
+
+def shared_constants(trees: dict[str, ast.Module]) -> Found:
+    """Return names of constants that several files assign, with unequal values. A copy for Triton is none."""
+    positions = defaultdict(set)
+    values = defaultdict(set)
+    for name, tree in trees.items():
+        for constant, value in _constants(tree):
+            positions[constant].add(name)
+            values[constant].add(value)
+    unequal = {name for name, texts in values.items() if len(texts - {name}) > 1} - CONVENTIONAL
+    return _several({name: positions[name] for name in unequal})
+
+
 def long_files(trees: dict[str, ast.Module]) -> Found:
     """Return files of too many lines."""
     lines = {name: tree.body[-1].end_lineno or 0 for name, tree in trees.items() if tree.body}
@@ -244,6 +260,7 @@ COUNTS = {
     f"functions of one name in more than {MAX_NAMESAKES} files": (shared_functions, 0),
     "functions without an underscore of one name in several files": (shared_plain_functions, 0),
     "classes of one name in several files": (shared_classes, 0),
+    "constants of one name in several files": (shared_constants, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
     f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 0),
@@ -261,6 +278,24 @@ COUNTS = {
 
 def _several(positions: dict[str, set[str]], most: int = 1) -> Found:
     return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(positions.items()) if len(some) > most]
+
+
+def _constants(tree: ast.Module) -> Iterable[tuple[str, str]]:
+    """Yield the upper-case names that a file assigns outside of functions, each with the text of its value."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                yield from ((name, text) for name, text in _assigned(target, node.value) if name.isupper())
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterable[tuple[str, str]]:
+    if not isinstance(target, ast.Tuple):
+        copied = re.fullmatch(r"tl\.constexpr\((?:\w+\.)?(.+)\)", text := ast.unparse(value))
+        yield ast.unparse(target), copied[1] if copied else text
+        return
+    values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+    for one, given in zip(target.elts, values, strict=False):
+        yield from _assigned(one, given)
 
 
 def _imported(tree: ast.Module) -> set[str]:

@@ -3,10 +3,10 @@
 import ast
 from pathlib import Path
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 """Names of dtypes."""
 
-STORAGES = ("int8", "fp8_e4m3")
+STORAGE_NAMES = ("int8", "fp8_e4m3")
 """Forms of 8 bits in which keys and values can be stored."""
 
 
@@ -37,7 +37,9 @@ def _tool_formats() -> list[str]:
     """Return the names of the formats of calls, in the same way."""
     tree = ast.parse((_LIBRARY / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
     tables = [
-        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS_BY_NAME"
     ]
     return [ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key]
 
@@ -60,7 +62,7 @@ LOSSES = ("full", "fused")
 TRANSITIONS = ("matrix", "diagonal", "scalar")
 """Kinds of recurrent layers."""
 
-CLUSTERS = {
+CLUSTER_SIZES = {
     "dgx-h100": (16, 8),
     "dgx-h200": (16, 8),
     "dgx-b200": (16, 8),
@@ -72,7 +74,7 @@ CLUSTERS = {
 }
 """Hosts and ranks a host of the presets of clusters, `local` apart."""
 
-WORKLOADS = (
+WORKLOAD_NAMES = (
     "wan-14b-720p",
     "wan-14b-480p",
     "wan-5b-720p",
@@ -94,7 +96,7 @@ COLDEST, HOTTEST = 1e-5, 1e6
 MAX_GUESSES = 64
 """Guesses of a row in a step at most."""
 
-MAX_RANKS = 1024
+MAX_LOCAL_RANKS = 1024
 """Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 MAX_DEADLINE = 1e8

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from attnmesh_command.choices import AXES, CLUSTERS, PACKAGED, TRANSITIONS
+from attnmesh_command.choices import AXES, CLUSTER_SIZES, PACKAGED, TRANSITIONS
 from attnmesh_command.messages import OptionError, check_named, check_option, nearest, print_note
 
 TP = "tp"
@@ -155,8 +155,8 @@ def cluster_size_of(text: str) -> tuple[str, int | None, int | None]:
     if os.path.isfile(name) or name.endswith(".json"):
         read_cluster(name)
         return name, hosts, ranks
-    check_named("--cluster", name, ("local", *CLUSTERS), ", or a file of attnmesh probe")
-    most_ranks = CLUSTERS[name][1] if name in CLUSTERS else sys.maxsize
+    check_named("--cluster", name, ("local", *CLUSTER_SIZES), ", or a file of attnmesh probe")
+    most_ranks = CLUSTER_SIZES[name][1] if name in CLUSTER_SIZES else sys.maxsize
     given, expected = f"{ranks} ranks a host", f"at most {most_ranks} ranks a host"
     check_option(ranks is None or ranks <= most_ranks, f"--cluster {name}", expected, given, "take more hosts")
     return name, hosts, cores() if name == "local" and ranks is None else ranks

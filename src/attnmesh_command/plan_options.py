@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnmesh_command.choices import CLUSTERS, DTYPES, LOSSES, PHASES, WORKLOADS
+from attnmesh_command.choices import CLUSTER_SIZES, DTYPE_NAMES, LOSSES, PHASES, WORKLOAD_NAMES
 from attnmesh_command.messages import OptionError, check_named, check_option
 from attnmesh_command.option_texts import (
     check_model,
@@ -23,7 +23,8 @@ ClusterOption = Annotated[
     str,
     typer.Option(
         help="local, which is this machine; a preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of "
-        f"attnmesh probe. Hosts x ranks of a name alone: {', '.join(f'{n} {h}x{r}' for n, (h, r) in CLUSTERS.items())}."
+        "attnmesh probe. Hosts x ranks of a name alone: "
+        f"{', '.join(f'{name} {hosts}x{ranks}' for name, (hosts, ranks) in CLUSTER_SIZES.items())}."
     ),
 ]
 LengthOption = Annotated[
@@ -40,7 +41,7 @@ PlannedModel = Annotated[
 ]
 WorkloadOption = Annotated[
     str | None,
-    typer.Option(help=f"Attention of a diffusion transformer in one denoising step: {', '.join(WORKLOADS)}."),
+    typer.Option(help=f"Attention of a diffusion transformer in one denoising step: {', '.join(WORKLOAD_NAMES)}."),
 ]
 HeadsOption = Annotated[
     str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
@@ -119,7 +120,7 @@ class PlanOptions:
     recurrent: RecurrentOption = None
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1
     q_len: QLenOption = None
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16"
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPE_NAMES)}.")] = "bfloat16"
     kv: KvOption = "auto"
     window: WindowOption = None
     full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all tokens.")] = False
@@ -130,7 +131,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         cluster_size_of(self.cluster)
-        check_named("--dtype", self.dtype, DTYPES)
+        check_named("--dtype", self.dtype, DTYPE_NAMES)
         check_kv(self.kv)
         phases = [f"--{phase}" for phase in PHASES if getattr(self, phase)]
         fix = "plan for each in a command of its own"
@@ -171,7 +172,7 @@ class PlanOptions:
         return sizes | {"--window": self.window, "--full": self.full}
 
     def _check_workload(self, name: str) -> None:
-        check_named("--workload", name, WORKLOADS)
+        check_named("--workload", name, WORKLOAD_NAMES)
         check_alone({"--model": self.model, **self.sizes}, "sizes of the workload alone", beside="--workload")
         fix = "leave it out, or pass --training"
         check_option(not self.decode, "attnmesh plan --workload", "a forward pass, or training", "--decode", fix)

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES, TREES, WEIGHTS
+from attnmesh_command.choices import (
+    DTYPE_NAMES,
+    MAX_DEADLINE,
+    MAX_LOCAL_RANKS,
+    MERGE_CHOICES,
+    STORAGE_NAMES,
+    TREES,
+    WEIGHTS,
+)
 from attnmesh_command.messages import OptionError, check_named, check_option, under_torchrun
 from attnmesh_command.option_texts import TP, axes_of
 
@@ -36,7 +44,8 @@ OutFile = Annotated[
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
 ]
 KvOption = Annotated[
-    str, typer.Option("--kv", help=f"How keys and values are stored: auto, as the model's, or {', '.join(STORAGES)}.")
+    str,
+    typer.Option("--kv", help=f"How keys and values are stored: auto, as the model's, or {', '.join(STORAGE_NAMES)}."),
 ]
 Model = Annotated[
     str,
@@ -73,12 +82,12 @@ WeightsOption = Annotated[
 ]
 Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds of silence after which a rank counts as failed.")]
-Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")]
+Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPE_NAMES)}.")]
 
 
 def check_kv(kv: str) -> None:
     """Raise on a storage that there is not."""
-    check_named("--kv", kv, ("auto", *STORAGES))
+    check_named("--kv", kv, ("auto", *STORAGE_NAMES))
 
 
 def check_weights(weights: str, mesh: str) -> None:
@@ -90,8 +99,8 @@ def check_weights(weights: str, mesh: str) -> None:
 
 def check_ranks(ranks: int) -> None:
     """Raise if one machine cannot run so many ranks."""
-    expected, fix = f"1 to {MAX_RANKS:,} ranks on this machine", "ask for what one machine can run"
-    check_option(1 <= ranks <= MAX_RANKS, "--ranks", expected, f"{ranks:,}", fix)
+    expected, fix = f"1 to {MAX_LOCAL_RANKS:,} ranks on this machine", "ask for what one machine can run"
+    check_option(1 <= ranks <= MAX_LOCAL_RANKS, "--ranks", expected, f"{ranks:,}", fix)
 
 
 def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str, shares: str | None) -> None:
@@ -99,7 +108,7 @@ def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str,
     given, fix = f"--shares {shares}", "leave one of them out"
     even = shares is None or (shares != "auto" and len({*(named_shares(shares) or ())}) == 1)
     check_option(not reproducible or even, "--reproducible", "even shares", given, fix)
-    check_named("--dtype", dtype, ("auto", *DTYPES))
+    check_named("--dtype", dtype, ("auto", *DTYPE_NAMES))
     check_named("--merge", merge, MERGE_CHOICES)
     check_kv(kv)
     axes = axes_of(mesh)

@@ -15,15 +15,15 @@ from attnmesh_command import choices
 
 
 def test_the_names_of_options_are_those_of_the_library() -> None:
-    assert choices.DTYPES == partial.DTYPE_NAMES
-    assert (*STORAGES,) == choices.STORAGES
+    assert choices.DTYPE_NAMES == partial.DTYPE_NAMES
+    assert (*STORAGES,) == choices.STORAGE_NAMES
     assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
     trees = [name for name, merge in merges.MERGES.items() if merge.is_canonical]
     assert ("auto", *trees) == choices.TREES
     found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
     assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
-    assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
-    assert (*WORKLOADS,) == choices.WORKLOADS
+    assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTER_SIZES
+    assert (*WORKLOADS,) == choices.WORKLOAD_NAMES
     assert (choices.COLDEST, choices.HOTTEST) == (engine_request.COLDEST, engine_request.HOTTEST)
     assert choices.MAX_GUESSES == speculation.MAX_GUESSES
     assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)

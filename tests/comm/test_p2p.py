@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.p2p import (
-    LONG_MESSAGE,
+    LONG_MESSAGE_BYTES,
     Channel,
     all_to_all,
     all_to_all_tokens,
@@ -236,7 +236,7 @@ def test_tensors_of_several_dtypes_are_one_message(pool: Pool) -> None:
 def exchange_long_messages(one_at_a_time: bool) -> list[float]:
     """Return one number of each rank's message, of which each is too long to go out of turn."""
     rank, axis = dist.get_rank(), world_axis()
-    parts = [(torch.full((LONG_MESSAGE,), 10.0 * rank + peer),) for peer in range(axis.size)]
+    parts = [(torch.full((LONG_MESSAGE_BYTES,), 10.0 * rank + peer),) for peer in range(axis.size)]
     arrived = [x for (x,) in Channel(axis, CPU, one_at_a_time).begin_all_to_all(parts, parts)()]
     assert all(bool((x == x[0]).all()) for x in arrived)
     return [x[0].item() for x in arrived]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("seed", seeds(10, 100))
 def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process plays all ranks: each sends its message to all, then each receives."""
-    monkeypatch.setattr(peer_memory, "FLAGS", 3)
+    monkeypatch.setattr(peer_memory, "BOX_FLAGS", 3)
     monkeypatch.setattr(peer_memory, "BOX_ELEMENTS", 1 << 12)
     monkeypatch.setattr(peer_memory, "MAX_POLLS", 3)
     random = Random(seed)

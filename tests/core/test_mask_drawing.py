@@ -30,5 +30,5 @@ def test_a_pair_is_drawn_as_the_rank_at_its_row_and_column(layout: am.Zigzag, sh
 
 
 def test_signs_of_ranks_begin_anew_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_drawing, "RANKS", "01")
+    monkeypatch.setattr(mask_drawing, "RANK_CHARACTERS", "01")
     assert am.Full().draw(3, am.Contiguous(), (1, 3, 1)) == ["0 0 0", "1 1 1", "0 0 0"]

@@ -3,7 +3,7 @@
 import pytest
 
 import attnmesh as am
-from attnmesh.cost.agreement_cost import VALUES, add_agreement
+from attnmesh.cost.agreement_cost import SENT_VALUES, add_agreement
 from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
 from attnmesh.mesh.shapes import Shape
 
@@ -17,5 +17,5 @@ def test_each_rank_gets_the_numbers_of_each_other_rank_once(shape: Shape) -> Non
     total = Cost()
     cluster = am.Cluster.preset("dgx-h100").sized(1, shape.ranks)
     add_agreement(CandidateMesh(shape, shape, am.Contiguous(), "bulk"), cluster, total)
-    assert (total.inside, total.between) == (shape.ranks * (shape.ranks - 1) * VALUES * 8, 0)
+    assert (total.inside, total.between) == (shape.ranks * (shape.ranks - 1) * SENT_VALUES * 8, 0)
     assert (total.seconds > 0) == (shape.ranks > 1)

@@ -27,7 +27,7 @@ SHAPES = [Shape(1, r, c) for r in (1, 2, 3, 6) for c in (1, 2, 3, 6) if r * c ==
 
 def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
     """Return the peak in elements per token of a shard and per column of a head, as `peak_activations` does."""
-    module = sys.modules["attnmesh.mesh_attention.mesh_op"]
+    module = sys.modules["attnmesh.mesh_attention.mesh_runs"]
     tensors, backward = LiveTensors(), module.backward
 
     def watched(*arguments: object) -> object:

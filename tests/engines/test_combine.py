@@ -155,12 +155,12 @@ def test_combine_follows_the_protocol_of_vllm() -> None:
 def test_hooks_are_registered_as_sglang_declares() -> None:
     theirs = recorded("sglang", HOOKS, "HookRegistry.register")
     assert [parameter.arg for parameter in theirs.args] == ["cls", "target", "hook", "hook_type"]
-    assert f"{sglang.HOOKS.replace('.', '/')}.py" == HOOKS
+    assert f"{sglang.HOOK_MODULE.replace('.', '/')}.py" == HOOKS
 
 
 def test_the_plugin_replaces_the_merges_of_sglang_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[tuple[str, Any, Any]] = []
-    hooks = ModuleType(sglang.HOOKS)
+    hooks = ModuleType(sglang.HOOK_MODULE)
     kinds = Enum("HookType", ["AROUND", "REPLACE"])
     registry = type("HookRegistry", (), {"register": staticmethod(lambda *call: registered.append(call))})
     vars(hooks).update(HookType=kinds, HookRegistry=registry)

@@ -15,7 +15,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.comm.host_linear import HostLinear
-from attnmesh.kernels.native.abi import NO_MEMORY
+from attnmesh.kernels.native.abi import NO_MEMORY_CODE
 from tests.support.models.families import prompt
 from tests.support.models.shared_weights import counted_calls, load, mesh_of, saved_stock
 from tests.support.process.needs import needs_library
@@ -130,7 +130,7 @@ def generate_without_memory(folder: str, where: str) -> Told:
     def fail(call: HostLinear, x: Tensor) -> Any:
         left[0] -= 1
         if left[0] == 0 and where == "native":
-            call.function = lambda *_: NO_MEMORY
+            call.function = lambda *_: NO_MEMORY_CODE
         if left[0] == 0 and where == "PyTorch":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return run(call, x)

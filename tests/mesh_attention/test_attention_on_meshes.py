@@ -85,7 +85,7 @@ def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
         return turns[-1]
 
     with (
-        mock.patch.object(p2p, "LONG_MESSAGE", 0),
+        mock.patch.object(p2p, "LONG_MESSAGE_BYTES", 0),
         mock.patch.object(p2p, "agreed_transport", Transport),
         mock.patch.object(Transport, "sends_in_turn", counted),
     ):
@@ -238,7 +238,7 @@ def attend_compiled_over_uneven_shards() -> list[str]:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     said = []
     broken = mock.patch(
-        "attnmesh.mesh_attention.mesh_op._run_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
+        "attnmesh.mesh_attention.mesh_runs._run_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
     )
     for length in (103, 109, None):
         with broken if length is None else nullcontext():

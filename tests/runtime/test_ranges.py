@@ -6,13 +6,13 @@ from torch.profiler import profile
 
 import attnmesh as am
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
+from attnmesh.runtime.ranges import ATTENTION_RANGE, EXCHANGE_RANGE, MERGE_RANGE
 from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def ranges(found: profile) -> dict[str, int]:
     names = [event.name for event in found.events()]
-    return {name: names.count(name) for name in (ATTENTION, EXCHANGE, MERGE) if name in names}
+    return {name: names.count(name) for name in (ATTENTION_RANGE, EXCHANGE_RANGE, MERGE_RANGE) if name in names}
 
 
 @on_each_rank
@@ -42,15 +42,15 @@ def record_ranges_of_decoding(merge: str) -> dict[str, int]:
 
 def test_a_training_step_has_its_steps_and_what_they_wait_for(pool: Pool) -> None:
     for found in pool.run(2, record_ranges_of_training, "bulk"):
-        assert found[ATTENTION] == 2  # forward and backward
-        assert found[EXCHANGE] >= 4  # keys of both passes and their gradients, begun and awaited
+        assert found[ATTENTION_RANGE] == 2  # forward and backward
+        assert found[EXCHANGE_RANGE] >= 4  # keys of both passes and their gradients, begun and awaited
     for found in pool.run(2, record_ranges_of_training, "ring"):
-        assert found[ATTENTION] == 4
-        assert found[MERGE] >= 1
+        assert found[ATTENTION_RANGE] == 4
+        assert found[MERGE_RANGE] >= 1
 
 
 @pytest.mark.parametrize("merge", ["tree", "gather"])
 def test_a_decode_step_has_one_attention_and_one_merge(merge: str, pool: Pool) -> None:
     if merge == "tree" and library().attend is None:
         pytest.skip("there is no C++ compiler")
-    assert pool.run(2, record_ranges_of_decoding, merge) == [{ATTENTION: 1, MERGE: 1}] * 2
+    assert pool.run(2, record_ranges_of_decoding, merge) == [{ATTENTION_RANGE: 1, MERGE_RANGE: 1}] * 2

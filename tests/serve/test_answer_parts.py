@@ -10,7 +10,7 @@ from attnmesh.serve.answer_parts import REASONING, AnswerParts, ReasoningMarks, 
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
-from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME, ContentText, ReasoningText, ToolCall
 from tests.support.serving.fake_engine import ThreadWorld, byte_tokenizer
 from tests.support.serving.served import NAME, Served, chat, served
 
@@ -25,7 +25,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def parts_of(pieces: list[str], marks: ReasoningMarks, *, is_thinking: bool = False, calls: bool = True) -> Any:
     """Return thought, content and calls of an answer in pieces."""
-    split = AnswerParts(FORMATS["hermes"] if calls else None, {"f": {}}, marks, is_thinking=is_thinking)
+    split = AnswerParts(FORMATS_BY_NAME["hermes"] if calls else None, {"f": {}}, marks, is_thinking=is_thinking)
     found = [part for piece in pieces for part in split.add(piece)] + split.end()
     texts = ["".join(part.text for part in found if isinstance(part, kind)) for kind in (ReasoningText, ContentText)]
     return (*texts, [part.name for part in found if isinstance(part, ToolCall)])

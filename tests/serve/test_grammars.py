@@ -19,7 +19,7 @@ from attnmesh.serve.grammars import MAX_PROPERTIES, AskedGrammar, Grammars
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
-from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME
 from attnmesh.serve.tool_grammars import Rules
 from tests.support.models import families
 from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
@@ -159,7 +159,7 @@ def test_formats_that_ask_for_nothing_need_no_grammar() -> None:
 
 def test_without_the_package_each_field_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "has_grammars", lambda: False)
-    made = Grammars(byte_tokenizer(HERMES), AnswerFormats(FORMATS["hermes"]))
+    made = Grammars(byte_tokenizer(HERMES), AnswerFormats(FORMATS_BY_NAME["hermes"]))
     made.start()
     asked: dict[str, dict[str, Any]] = {
         "response_format": {"response_format": {"type": "json_object"}},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.serve.answer_parts import AnswerPart, AnswerParts, find_formats
-from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall, deepseek, find_format
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME, ContentText, ReasoningText, ToolCall, deepseek, find_format
 from tests.support.serving.fake_engine import byte_tokenizer
 from tests.support.serving.tool_calls import PAIRED, tokenizer_of
 from tests.support.serving.tool_calls import parts_of as parts_of_tokens
@@ -134,7 +134,7 @@ CASES = [pytest.param(*name, id=" ".join(name)) for name in WRITTEN]
 
 def parts_of(name: str, pieces: list[str], **options: Any) -> tuple[str, str, list[Call]]:
     """Return the content, the thoughts and the calls of an answer that comes in pieces."""
-    split = AnswerParts(FORMATS[name], TOOLS, **options)
+    split = AnswerParts(FORMATS_BY_NAME[name], TOOLS, **options)
     return told_apart([part for piece in pieces for part in split.add(piece)] + split.end())
 
 
@@ -183,10 +183,23 @@ def test_a_call_that_is_cut_short_or_spoilt_stays_text(name: str, case: str) -> 
             assert '"days": 3 4' in content
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
 @given(st.data())
 def test_no_text_is_lost_that_is_no_call(name: str, data: st.DataObject) -> None:
-    marks = [*FORMATS[name].begins, *FORMATS[name].begins, "{", '{"name": ', '"f"', "}", "[", "<", " ", "\n", "é", "a"]
+    marks = [
+        *FORMATS_BY_NAME[name].begins,
+        *FORMATS_BY_NAME[name].begins,
+        "{",
+        '{"name": ',
+        '"f"',
+        "}",
+        "[",
+        "<",
+        " ",
+        "\n",
+        "é",
+        "a",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=12)))
     content, _, calls = parts_of(name, [text])
     assert not calls
@@ -194,10 +207,10 @@ def test_no_text_is_lost_that_is_no_call(name: str, data: st.DataObject) -> None
     assert parts_of(name, [*text]) == (content, "", calls)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("name", [name for name in FORMATS_BY_NAME if name != "harmony"])
 def test_a_call_is_found_after_a_mark_that_is_none(name: str) -> None:
     text, calls = WRITTEN[("llama", "tag") if name == "llama" else next(key for key in WRITTEN if key[0] == name)]
-    mark = FORMATS[name].begins[0]
+    mark = FORMATS_BY_NAME[name].begins[0]
     for pieces in ([f"{mark}?! {text}"], [*f"{mark}?! {text}"]):
         content, _, found = parts_of(name, pieces)
         assert (content, found) == (f"{mark}?!", calls)
@@ -210,7 +223,7 @@ def test_arguments_are_written_as_the_model_wrote_them() -> None:
             f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value></tool_call>",
             f'<tool_call>{{"name": "weather", "arguments": {{"days": {value}}}}}</tool_call>',
         ):
-            split = AnswerParts(FORMATS["glm" if "arg_key" in text else "hermes"], TOOLS)
+            split = AnswerParts(FORMATS_BY_NAME["glm" if "arg_key" in text else "hermes"], TOOLS)
             (call,) = split.add(text) + split.end()
             assert isinstance(call, ToolCall)
             assert call.arguments == f'{{"days": {value}}}'
@@ -245,7 +258,7 @@ def test_long_texts_that_are_no_calls_take_little_time() -> None:
     """A text in which each mark might begin a call is looked through once."""
     for text in ('<tool_call>{"name": "' * 2_000, "<tool_call>" * 2_000, '<tool_call>{"arguments": ' * 2_000 + "x"):
         assert parts_of("hermes", [text])[0] == text
-        split = AnswerParts(FORMATS["hermes"], TOOLS)
+        split = AnswerParts(FORMATS_BY_NAME["hermes"], TOOLS)
         found = [part for first in range(0, len(text), 50) for part in split.add(text[first : first + 50])]
         assert "".join(part.text for part in [*found, *split.end()] if isinstance(part, ContentText)) == text
 
@@ -333,5 +346,5 @@ TEMPLATES = {
 
 def test_the_format_is_found_from_the_template() -> None:
     for name, template in TEMPLATES.items():
-        assert find_format(template) is FORMATS[name]
+        assert find_format(template) is FORMATS_BY_NAME[name]
     assert find_format("<|im_start|>{{ tools }}") is None

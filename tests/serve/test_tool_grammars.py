@@ -13,8 +13,8 @@ from attnmesh.serve.answer_parts import find_formats
 from attnmesh.serve.chat import read_call
 from attnmesh.serve.grammars import CHANNELS
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
-from attnmesh.serve.tool_grammars import SHAPES
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME, ContentText, ToolCall
+from attnmesh.serve.tool_grammars import CALL_SHAPES
 from tests.support.serving.fake_engine import byte_tokenizer
 from tests.support.serving.grammars import END, WEATHER, allowed, grammar_of, grammars_of, ids_of, is_valid, tool, walk
 from tests.support.serving.tool_calls import PAIRED, parts_of, tokenizer_of
@@ -28,7 +28,12 @@ def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:
     return calls, "".join(part.text for part in parts if isinstance(part, ContentText))
 
 
-KINDS = [(name, number, special) for name in SHAPES for number in range(len(SHAPES[name])) for special in (False, True)]
+KINDS = [
+    (name, number, special)
+    for name in CALL_SHAPES
+    for number in range(len(CALL_SHAPES[name]))
+    for special in (False, True)
+]
 
 
 @pytest.mark.parametrize(("name", "number", "special"), KINDS)
@@ -91,7 +96,7 @@ def test_what_a_grammar_of_calls_lets_through_is_a_call(name: str, schema: Any, 
 
 
 def test_each_format_has_a_shape_or_is_refused_by_name() -> None:
-    assert FORMATS.keys() - SHAPES.keys() == {"gemma", "function_gemma"}
+    assert FORMATS_BY_NAME.keys() - CALL_SHAPES.keys() == {"gemma", "function_gemma"}
     tokenizer = byte_tokenizer("{{ messages }}{{ tools }}<|tool_call>call:")
     with grammars_of(tokenizer) as (made, _), pytest.raises(Refused, match="written as gemma") as raised:
         grammar_of(made, tools=[tool()], tool_choice="required")
@@ -127,7 +132,7 @@ def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> 
 @pytest.mark.parametrize("special", [False, True])
 def test_texts_without_quotes_end_where_readers_end_them(name: str, special: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    tokenizer, shape = tokenizer_of(name, special=special), SHAPES[name][0]
+    tokenizer, shape = tokenizer_of(name, special=special), CALL_SHAPES[name][0]
     mark = shape.pair.split("$value")[1].strip("\n")
     with grammars_of(tokenizer) as (made, tokens):
         grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")

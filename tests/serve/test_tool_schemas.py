@@ -7,7 +7,7 @@ import pytest
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
-from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
+from attnmesh.serve.tool_schemas import MAX_TOOL_CHARACTERS, MAX_TOOLS
 from tests.support.serving.fake_engine import HERMES, byte_tokenizer
 from tests.support.serving.served import chat
 from tests.support.serving.tool_calls import WEATHER
@@ -53,7 +53,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "any": ([parameters(x={"anyOf": {}})], "tools[0].function.parameters.properties.x.anyOf"),
     "deep": ([parameters(x=DEEP)], "tools[0].function.parameters.properties.x" + 31 * ".items"),
     "many": ([function(name=f"f{i}") for i in range(MAX_TOOLS + 1)], "tools"),
-    "huge": ([function(description="x" * (MAX_CHARACTERS + 1))], "tools[0].function.description"),
+    "huge": ([function(description="x" * (MAX_TOOL_CHARACTERS + 1))], "tools[0].function.description"),
 }
 
 

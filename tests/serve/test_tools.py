@@ -10,7 +10,7 @@ from attnmesh.serve.answer_parts import AnswerParts, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
-from attnmesh.serve.tool_formats import FORMATS, ToolCall
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME, ToolCall
 from attnmesh_command.choices import TOOL_FORMATS
 from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.serving.served import NAME, chat
@@ -103,13 +103,13 @@ def test_log_probabilities_are_those_of_all_tokens(client: openai.OpenAI, world:
 
 
 def test_the_format_is_found_or_named() -> None:
-    assert ("auto", "none", *FORMATS) == TOOL_FORMATS
-    assert find_formats(byte_tokenizer(HERMES)).tool_format is FORMATS["hermes"]
+    assert ("auto", "none", *FORMATS_BY_NAME) == TOOL_FORMATS
+    assert find_formats(byte_tokenizer(HERMES)).tool_format is FORMATS_BY_NAME["hermes"]
     assert find_formats(byte_tokenizer(HERMES), "none").tool_format is None
-    for name in FORMATS:
-        assert find_formats(byte_tokenizer(), name).tool_format is FORMATS[name]
+    for name in FORMATS_BY_NAME:
+        assert find_formats(byte_tokenizer(), name).tool_format is FORMATS_BY_NAME[name]
     named: Any = {"default": "{{ messages }}", "tool_use": HERMES}
-    assert find_formats(byte_tokenizer(named)).tool_format is FORMATS["hermes"]
+    assert find_formats(byte_tokenizer(named)).tool_format is FORMATS_BY_NAME["hermes"]
 
 
 def test_a_template_that_breaks_on_tools_names_them() -> None:
@@ -154,7 +154,7 @@ def test_arguments_have_the_shape_that_the_template_takes(shown: str, text: str)
 
 def test_each_call_has_an_id_of_its_own() -> None:
     one = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    parts = AnswerParts(FORMATS["kimi"], {"f": {}})
+    parts = AnswerParts(FORMATS_BY_NAME["kimi"], {"f": {}})
     calls = parts.add(f"<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>") + parts.end()
     assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
     first, second = (one.id for one in calls if isinstance(one, ToolCall))

@@ -184,7 +184,7 @@ def test_concurrent_jobs_leave_one_complete_save(tmp_path: Path) -> None:
 
 
 def test_waiting_for_another_job_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "TIMEOUT", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "PUBLISH_SECONDS", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
     with pytest.raises(StoreError, match=r"expected one save at a time in a folder, given .*, locked for 0.2 s"):

@@ -39,6 +39,14 @@ FOUND = {
         },
         "check: cli.two, core.one",
     ),
+    "constants": (
+        house.shared_constants,
+        {
+            "core.one": "MOST, LEAST = 4, 1\nPART: int = 2\nSUBJECT = 'one'\nSIZE = 8",
+            "comm.two": "MOST = 5\nLEAST = 1\nPART = 2\nSUBJECT = 'two'\nSIZE = tl.constexpr(one.SIZE)",
+        },
+        "MOST: comm.two, core.one",
+    ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
     "functions": (house.long_functions, {"core.one": STEPS}, "core.one.long: 61"),

@@ -8,7 +8,7 @@ so nothing moves. Memory is reserved once and lengths live on the device: a step
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -337,11 +337,11 @@ class KVCache(CacheProperties):
         self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
             steps = self.local_shards.steps_to_truncate(length, table)
-            unbroken([*steps, self._step_to_count(), partial(self._truncate_history, length)])
+            unbroken([*steps, self._step_to_count(), partial_of(self._truncate_history, length)])
 
     def _step_to_count(self) -> Step:
         """Return a step that counts one more truncation or reorder."""
-        return partial(setattr, self, "changes", self.changes + 1)
+        return partial_of(setattr, self, "changes", self.changes + 1)
 
     def _truncate_history(self, length: int) -> None:
         self.history.truncate(length, self.own_shard.token_mask)
@@ -394,8 +394,8 @@ class KVCache(CacheProperties):
         always = self.guard.checked is not False
         with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
             config.check(self.rank_mesh.heads.size)
-        with self.guard.agreement("reserve", always=always):
-            config.allocating()(partial(self.local_shards.grow, config))()
+        with self.guard.agreement("reserve", always=always), config.allocating():
+            self.local_shards.grow(config)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:

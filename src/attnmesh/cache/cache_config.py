@@ -22,7 +22,7 @@ NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 LARGEST = 2**48
 """The largest of the numbers of a cache: products of several fit 64 bits, or PyTorch says that they do not."""
 
-VALUES = ("separate", "prefix", "none")
+VALUE_FORMS = ("separate", "prefix", "none")
 """Values of `values=`. A file holds their places in one number with those of `storage=`, so a new one changes it."""
 
 
@@ -115,7 +115,7 @@ class CacheConfig:
                 "KVCache dtype", f"one of {', '.join(DTYPE_NAMES)}", repr(self.dtype), "pass the model's dtype"
             )
         fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
-        check_choice("KVCache values", self.values, VALUES, fix, ArgumentError)
+        check_choice("KVCache values", self.values, VALUE_FORMS, fix, ArgumentError)
         if self.values == "prefix" and self.value_dim > self.head_dim:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
@@ -161,7 +161,7 @@ class CacheConfig:
     def to_code(self) -> list[int]:
         """Return the configuration as integers, for a file or a message.
 
-        Files outlive a version: what changes the meaning of a number changes the `VERSION` of `store/manifest.py`.
+        Files outlive a version: what changes the meaning of a number changes `MANIFEST_VERSION` of `store/manifest.py`.
         """
         numbers = [
             *(getattr(self, name) for name in NUMBERS),
@@ -169,15 +169,15 @@ class CacheConfig:
         ]
         window = [] if self.mask is None else [self.keep, *self.mask.to_code()]
         storage = 0 if self.storage is None else 1 + [*STORAGES].index(self.storage)
-        return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
+        return [*numbers, VALUE_FORMS.index(self.values) + len(VALUE_FORMS) * storage, *window]
 
     @staticmethod
     def from_code(code: list[int]) -> "CacheConfig":
         """Return the configuration that `to_code` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *optional = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPE_NAMES[dtype])
-        storage, values = divmod(optional[0] if optional else 0, len(VALUES))
-        config = CacheConfig(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
+        storage, values = divmod(optional[0] if optional else 0, len(VALUE_FORMS))
+        config = CacheConfig(*numbers, VALUE_FORMS[values], storage=(None, *STORAGES)[storage])
         return replace(config, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else config
 
 

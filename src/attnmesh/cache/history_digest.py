@@ -1,6 +1,6 @@
 """The history digest of a cache: one number for its padding and reorders so far, which ranks compare."""
 
-from functools import partial
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class HistoryDigest:
     def steps_to_add_order(self, index: Tensor) -> list[Step]:
         """Return steps that add a reorder."""
         order_digest, digest = chained_digest(self._order_digest, index), chained_digest(self.digest, index)
-        return [partial(setattr, self, "_order_digest", order_digest), partial(self._set, digest)]
+        return [partial_of(setattr, self, "_order_digest", order_digest), partial_of(self._set, digest)]
 
     def truncate(self, length: int, token_mask: Tensor | None) -> None:
         """Keep the reorders, and the padding of the first `length` tokens. An empty cache keeps neither.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ class LocalShards:
             return False
         if self.copy_shards or shard.config.mask is not None:
             counter.set_length(length_and_used[0])
-            self._append_whole(partial(self._append_to_each, new, None))
+            self._append_whole(partial_of(self._append_to_each, new, None))
             return True
         try:
             if not shard.try_append_run(new, new_count, *length_and_used):
@@ -175,7 +175,7 @@ class LocalShards:
     def append(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         self._recount()
-        self._append_whole(partial(self._append_to_each, new, token_mask))
+        self._append_whole(partial_of(self._append_to_each, new, token_mask))
 
     def _append_whole(self, act: Callable[[], None]) -> None:
         """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
@@ -196,7 +196,7 @@ class LocalShards:
         In an error of files or of a colder memory, a shard has decided which tokens it has.
         """
         if not isinstance(error, InputError) and may_compare(self.own.device):
-            unbroken([*self._steps_to_cut(length), partial(self.counter.set_length, length)])
+            unbroken([*self._steps_to_cut(length), partial_of(self.counter.set_length, length)])
 
     def _append_to_each(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens after those that are counted."""
@@ -208,7 +208,7 @@ class LocalShards:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
             for shard in self.all:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                self._make_room(shard, own_count, partial(self.oldest_kept_token, oldest_query), oldest_query)
+                self._make_room(shard, own_count, partial_of(self.oldest_kept_token, oldest_query), oldest_query)
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
                 self.counter.add_slots(shard, own_count)
             self.oldest_query = oldest_query
@@ -263,7 +263,7 @@ class LocalShards:
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
-        self._append_whole(partial(self._append_blocks, piece, new, tokens, new_count))
+        self._append_whole(partial_of(self._append_blocks, piece, new, tokens, new_count))
 
     def _append_blocks(
         self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
@@ -288,14 +288,14 @@ class LocalShards:
 
     def steps_to_truncate(self, length: int, table: Sequence[Sequence[int]]) -> list[Step]:
         """Return steps that remove the tokens from `length` on. Rows of `table` are (rank, its tokens before it)."""
-        count = partial(self.counter.truncate, length, table)
-        lower = partial(setattr, self, "oldest_query", min(self.oldest_query, length))
+        count = partial_of(self.counter.truncate, length, table)
+        lower = partial_of(setattr, self, "oldest_query", min(self.oldest_query, length))
         return [*self._steps_to_cut(length), count, lower]
 
     def _steps_to_cut(self, length: int) -> list[Step]:
         """Return steps that remove the tokens from `length` on from each shard."""
         steps = [step for shard in self.all for step in shard.steps_to_truncate(length)]
-        recounts = [partial(self.counter.recount_slots, shard) for shard in self.all if self.forget_mask is not None]
+        recounts = [partial_of(self.counter.recount_slots, shard) for shard in self.all if self.forget_mask is not None]
         return [*steps, *recounts]
 
     def steps_to_reorder(self, index: Tensor) -> list[Step]:
@@ -404,8 +404,8 @@ class LocalShards:
         """
         used = self.counter.used_in(shard)
         if steps := shard.steps_to_make_room(used, new_count, find_oldest, forget=forget):
-            forgets = partial(setattr, self, "oldest_query", oldest_query)
-            unbroken([*steps, forgets, partial(self.counter.recount_slots, shard)])
+            forgets = partial_of(setattr, self, "oldest_query", oldest_query)
+            unbroken([*steps, forgets, partial_of(self.counter.recount_slots, shard)])
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -117,7 +117,8 @@ def make_shards(
             if opened is not None:
                 make = opened.folder.shard_maker(opened.layer, config, fail)
             make = _tiered_shard_maker(make, config, device, fail)
-            shards = config.allocating()(partial(LocalShards, token_axis, copies, make))()
+            with config.allocating():
+                shards = LocalShards(token_axis, copies, make)
         if opened is not None:
             opened.folder.settle(opened.layer, shards)
     return shards
@@ -142,7 +143,7 @@ def _memory_shard_maker(
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard in memory: on the CPU if the cache has `hot`. Collective, as `_agreed_block_cyclic`."""
     shard_device = device if config.hot is None else torch.device("cpu")
-    return partial(MemoryShard, config, mesh.heads, _agreed_block_cyclic(config, mesh, device, shares), shard_device)
+    return partial_of(MemoryShard, config, mesh.heads, _agreed_block_cyclic(config, mesh, device, shares), shard_device)
 
 
 def _tiered_shard_maker(

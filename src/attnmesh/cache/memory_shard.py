@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, Self
 
 import torch
@@ -83,7 +83,7 @@ class MemoryShard(CacheShard):
         config = self.config
         slot_count = allocated_slots(self.slots, config.block)
         shape = config.batch, config.kv_heads // self.heads_axis.size, slot_count
-        make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
+        make = partial_of(empty_rows, dtype=config.row_dtype, device=self.device)
         kv_tensors = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
         return kv_tensors, torch.zeros(slot_count, dtype=torch.int64, device=self.device)
 
@@ -170,13 +170,13 @@ class MemoryShard(CacheShard):
         count = self.count_before(length)
         steps = list[Step]()
         if count < self.earlier_tokens:
-            steps.append(partial(vars(self).update, self._unshared(count)))
+            steps.append(partial_of(vars(self).update, self._unshared(count)))
             count %= self.config.block  # those of the block that is copied
         else:
             count -= self.earlier_tokens
         if self.padding is not None:
-            steps.append(partial(self._cut_padding, length))
-        return [*steps, partial(self._set_counts, length, count)]
+            steps.append(partial_of(self._cut_padding, length))
+        return [*steps, partial_of(self._set_counts, length, count)]
 
     def _cut_padding(self, length: int) -> None:
         assert self.padding is not None
@@ -193,12 +193,12 @@ class MemoryShard(CacheShard):
         padding = self.padding and self.padding.reordered(index)
         fields = {"_viewed": None, "padding": padding, "earlier_pieces": self._reordered_pieces(index)}
         if len(index) == self.config.batch:
-            return [*self._steps_in_place(index), partial(vars(self).update, fields)]
+            return [*self._steps_in_place(index), partial_of(vars(self).update, fields)]
         with torch.inference_mode(False):
             blank = [empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors]
             for x, new in zip(self.kv_tensors, blank, strict=True):
                 torch.index_select(x, 0, index, out=new)
-        return [partial(vars(self).update, fields, kv_tensors=blank, config=replace(self.config, batch=len(index)))]
+        return [partial_of(vars(self).update, fields, kv_tensors=blank, config=replace(self.config, batch=len(index)))]
 
     def _reordered_pieces(self, index: Tensor) -> tuple[FrozenPiece, ...]:
         """Return the earlier pieces with sequence `index[b]` in place of b."""
@@ -212,7 +212,7 @@ class MemoryShard(CacheShard):
         for x in self.kv_tensors:
             rows = copied[: len(index) * used * x.shape[3]].view(len(index), used, x.shape[3])
             for head in x[:, :, :used].unbind(1):
-                steps += [partial(_select, head, index, rows), partial(_write, head, rows)]
+                steps += [partial_of(_select, head, index, rows), partial_of(_write, head, rows)]
         return steps
 
     def grow(self, config: CacheConfig) -> None:
@@ -236,7 +236,7 @@ class MemoryShard(CacheShard):
         slots = usual if needed <= usual else needed + spare
         fields = self._resized(self.config, slots, gone)
         fields["device_counts"][FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
-        return [partial(vars(self).update, fields, has_spare=slots > usual and new_count > spare)]
+        return [partial_of(vars(self).update, fields, has_spare=slots > usual and new_count > spare)]
 
     def put_before(self, piece: FrozenPiece) -> None:
         """Put a piece with this rank's tokens before those in the shard, which needs as many slots less."""

@@ -17,7 +17,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.runtime.world import WORLD
 
-POLL_INTERVAL = 1.0
+WRITTEN_POLL_SECONDS = 1.0
 """Seconds between checks that all ranks have written; less under a short deadline. A save ends later by as much."""
 
 
@@ -70,7 +70,7 @@ class Saving:
         Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
         """
         while not self._all_done:
-            self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
+            self._thread.join(min(WRITTEN_POLL_SECONDS, (WORLD.deadline or WRITTEN_POLL_SECONDS) / 4))
             self._all_done = all(
                 done for (done,) in dist_all_gather_ints([not self._thread.is_alive()], self._mesh.axes)
             )

@@ -10,7 +10,7 @@ Where the hot tier is full, its oldest blocks move to the cold tier in one copy.
 
 from collections.abc import Sequence
 from errno import ENOENT
-from functools import partial
+from functools import partial as partial_of
 from typing import NamedTuple
 
 import torch
@@ -190,12 +190,12 @@ class TieredShard(OrderedShard, MemoryShard):
             alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._append_cold(leaving_rows, leaving_tokens, int(following[0]) if len(following) else length, retry)
-            steps += [*self._shift(leaving), partial(self._set_cold_count, self.earlier_tokens + leaving)]
+            steps += [*self._shift(leaving), partial_of(self._set_cold_count, self.earlier_tokens + leaving)]
             new_rows = [new[:, :, at_once:] for new in new_rows]
             tokens = tokens[at_once:]
             used = max(0, used - leaving)
         stop = used + len(tokens)
-        steps += [partial(self._write_hot, new_rows, tokens, used), partial(self._set_counts, length, stop)]
+        steps += [partial_of(self._write_hot, new_rows, tokens, used), partial_of(self._set_counts, length, stop)]
         try:
             unbroken(steps)
         except BaseException:
@@ -214,7 +214,7 @@ class TieredShard(OrderedShard, MemoryShard):
         No step writes what it reads.
         """
         left = self.used_slots - count
-        return [partial(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
+        return [partial_of(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
 
     def _move(self, start: int, stop: int, count: int) -> None:
         """Move the tokens of slots `start + count` to `stop + count` to slots `start` to `stop`."""
@@ -267,9 +267,9 @@ class TieredShard(OrderedShard, MemoryShard):
         cold_count = self.earlier_tokens
         steps = list[Step]()
         if length < self.cold.length:
-            cut_cold = partial(self.cold.steps_to_truncate, length)
-            steps += [cut_cold, partial(self._set_cold_count, min(cold_count, count))]
-        keep_hot = partial(self._set_counts, length, count - cold_count)
+            cut_cold = partial_of(self.cold.steps_to_truncate, length)
+            steps += [cut_cold, partial_of(self._set_cold_count, min(cold_count, count))]
+        keep_hot = partial_of(self._set_counts, length, count - cold_count)
         return [*steps, self.refill_hot if count < cold_count else keep_hot]
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
@@ -287,7 +287,7 @@ class TieredShard(OrderedShard, MemoryShard):
     def steps_to_reorder(self, index: Tensor) -> list[Step]:
         """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
         steps = [*super().steps_to_reorder(index), *self.cold.steps_to_reorder(index.cpu())]
-        return [*steps, partial(self._set_cold_count, self.earlier_tokens)]
+        return [*steps, partial_of(self._set_cold_count, self.earlier_tokens)]
 
     def _reordered_pieces(self, index: Tensor) -> tuple[FrozenPiece, ...]:
         """Return none, until the cold tier is reordered: its memory is that of the pieces."""

@@ -22,6 +22,15 @@ from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import ranks_of_axes
 from attnmesh_command.shared_options import check_reproducible_option, named_shares
 
+ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tokens allows"}
+"""Words for the reason for which an answer ends."""
+
+GENERATION_COLUMNS = """\
+Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the
+first tokens included. Merging counts, for each merge, the shortest time of any rank: the other ranks also wait there
+for a slower rank's work. Weights in memory are a rank's share of the file's pages that ranks of a host map together.
+Received bytes are those of attention and of shared layers: what tp sends beside it is not counted."""
+
 
 def generate(options: GenerateOptions) -> None:
     """Generate text, and print what it took."""
@@ -181,15 +190,5 @@ def _print_table(result: Any, model: ModelOnMesh, verbose: bool) -> None:
     }
     table = pairs("", figures)
     if verbose:
-        table.caption, table.caption_justify = EXPLAINED, "left"
+        table.caption, table.caption_justify = GENERATION_COLUMNS, "left"
     console.print(table)
-
-
-ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tokens allows"}
-"""Words for the reason for which an answer ends."""
-
-EXPLAINED = """\
-Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the
-first tokens included. Merging counts, for each merge, the shortest time of any rank: the other ranks also wait there
-for a slower rank's work. Weights in memory are a rank's share of the file's pages that ranks of a host map together.
-Received bytes are those of attention and of shared layers: what tp sends beside it is not counted."""

@@ -37,7 +37,7 @@ GRACE_PERIOD = 2.0
 After a death they get none: their errors only say that a connection was lost.
 """
 
-TIMEOUT = timedelta(hours=1)
+LAUNCH_TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 28), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
@@ -267,7 +267,7 @@ def _rank(place: RankPlace, work: RankWork, pipe: Connection) -> None:
         if place.gpus:
             torch.cuda.set_device(place.rank)
         backend, store = "nccl" if place.gpus else "gloo", f"file://{place.store}"
-        dist.init_process_group(backend, store, rank=place.rank, world_size=place.ranks, timeout=TIMEOUT)
+        dist.init_process_group(backend, store, rank=place.rank, world_size=place.ranks, timeout=LAUNCH_TIMEOUT)
         if not place.gpus:
             dist.barrier()  # gloo fails on a rank that still connects when another leaves
 

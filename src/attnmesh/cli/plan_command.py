@@ -182,7 +182,7 @@ def _plans_table(plans: Sequence[Plan]) -> Table:
     }
     if 1 in (cluster.hosts, cluster.ranks):  # one class of links only
         del figures["tile\na host"], figures["between\nhosts" if cluster.hosts == 1 else "inside\nhosts"]
-    return numbered(f"{work.title}; {cluster.title}", words | figures, words, CAPTION)
+    return numbered(f"{work.title}; {cluster.title}", words | figures, words, PLAN_CAPTION)
 
 
 def _layout(plan: Plan) -> str:
@@ -191,7 +191,7 @@ def _layout(plan: Plan) -> str:
     return f"{type(plan.layout).__name__.lower()} {':'.join(shares)}".rstrip()
 
 
-CAPTION = """\
+PLAN_CAPTION = """\
 Fastest first; of each shape and exchange the best placement on hosts.
 Bytes are the sum over all ranks. Memory is that of attention, without
 weights: --model with --decode or --training counts them."""

@@ -106,11 +106,11 @@ def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Clust
         "attention": [seconds_text(plan.attention_plan.seconds) if plan.fits else "-" for plan in plans],
         "a token": [seconds_text(plan.seconds) if plan.fits else "does not fit" for plan in plans],
     }
-    caption = CAPTION + ON_CPUS * cluster.on_cpus
+    caption = MODEL_CAPTION + ON_CPUS * cluster.on_cpus
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
 
 
-CAPTION = """\
+MODEL_CAPTION = """\
 tp: ranks that split the weights; heads, queries, keys: ranks that divide the keys;
 tp=keys: the same ranks do both.
 First token: products with the weights at attention's rate, attention, and the all-reduces of tp.

@@ -21,10 +21,10 @@ from attnmesh.planner.workload import Workload
 HOSTS = 64
 """Hosts up to which the hosts slider goes at least."""
 
-RANKS = 8
+MAX_SLIDER_RANKS = 8
 """Largest power of two of the ranks-per-host slider. It also has the cluster's own number, and none above it."""
 
-GROUPS = (1, 2, 4, 8, 16)
+GROUP_SIZES = (1, 2, 4, 8, 16)
 """Query heads per key head."""
 
 Point = tuple[int, int, int, int]
@@ -47,8 +47,10 @@ def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
     >>> grid_of(am.Workload(8, 4, 128, 30_000), am.Cluster.preset("rtx4090"))
     PagePoints(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
     """
-    kv_heads = {workload.q_heads // group for group in GROUPS if workload.q_heads % group == 0} | {workload.kv_heads}
-    ranks = {n for n in powers_of_two_to(cluster.ranks) if n <= RANKS} | {cluster.ranks}
+    kv_heads = {workload.q_heads // group for group in GROUP_SIZES if workload.q_heads % group == 0} | {
+        workload.kv_heads
+    }
+    ranks = {n for n in powers_of_two_to(cluster.ranks) if n <= MAX_SLIDER_RANKS} | {cluster.ranks}
     counts = {1} if cluster.between == NO_LINK else {*powers_of_two_to(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, curve_lengths(workload.length))
     return PagePoints(*(tuple(sorted(points)) for points in sets))

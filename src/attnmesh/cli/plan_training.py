@@ -59,14 +59,14 @@ def print_training(options: PlanOptions, cluster: Cluster, workload_options: dic
     if not trainer.rollout:
         del columns["keys of\nrollouts"]
     states_text = f"{ADAPTER if model.adapter_parameters else ALL_TRAINED},\n{ON_EACH if trainer.ddp else SHARDED}"
-    caption = f"{states_text}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
+    caption = f"{states_text}\n{FUSED if loss == 'fused' else FULL_LOSS}\n{TRAINING_CAPTION}"
     console.print(numbered(f"{model.workload.title}; {cluster.title}", columns, ["data x\ncontext"], caption))
     shared = (
         f"{best.context} ranks share a sequence, as {shape_text(best.attention_plan.shape)} (heads x queries x keys)"
     )
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
     lines = [f"{shared}.", f"Sequences at once: {best.data}.", _weights_sentence(model)]
-    lines += [EXPLAINED] * options.verbose
+    lines += [TRAINING_COLUMNS] * options.verbose
     console.print("\n".join(lines), highlight=False, markup=False)
 
 
@@ -101,7 +101,7 @@ def _weights_sentence(model: TrainingSizes) -> str:
     return f"Trained: {counts} parameters.\nSaved: checkpoints of {sizes[0]}, the {kind} alone of {sizes[1]}."
 
 
-EXPLAINED = """\
+TRAINING_COLUMNS = """\
 The first figure has DDP's buckets for gradients. Inputs of layers are what gradient checkpointing keeps, in float32
 with DDP. One layer is what is computed again for its backward pass, attention included. Logits have gradients beside
 them. Memory is that of the moment that takes most, and has its gradients, the weights that autocast casts or FSDP2
@@ -122,9 +122,9 @@ FUSED = """\
 The loss is computed tile by tile, as in TRL's trainers; of others it is
 --loss full. A tile stands beside the head and its gradient in one piece."""
 
-FULL = "The loss is computed from the logits of all tokens; --loss fused is TRL's."
+FULL_LOSS = "The loss is computed from the logits of all tokens; --loss fused is TRL's."
 
-CAPTION = """\
+TRAINING_CAPTION = """\
 Gradient checkpointing. Memory is an upper bound; ! marks what does not
 fit. Attention is that of one sequence. What fits comes first, then what
 takes all ranks the least time."""

@@ -30,7 +30,7 @@ FRONT = "ATTNMESH_FRONT"
 LISTENING_SECONDS = 120.0
 """Seconds that a front has to listen."""
 
-POLL_SECONDS = 0.1
+HOST_POLL_SECONDS = 0.1
 """Seconds between two looks at a file or a process."""
 
 
@@ -59,9 +59,9 @@ class TorchrunRanks:
         replace(published, address)
         try:
             while self.agent.is_alive() and not rank.exists():
-                time.sleep(POLL_SECONDS)
+                time.sleep(HOST_POLL_SECONDS)
             while self.agent.is_alive() and RunningProcess.parse(rank.read_text(encoding="utf-8")).is_alive():
-                time.sleep(POLL_SECONDS)
+                time.sleep(HOST_POLL_SECONDS)
         finally:
             published.unlink(missing_ok=True)
         if not self.agent.is_alive():
@@ -132,7 +132,7 @@ def _address(folder: Path) -> str:
             return address
         if front.exists() and not RunningProcess.parse(front.read_text(encoding="utf-8")).is_alive():
             break
-        time.sleep(POLL_SECONDS)
+        time.sleep(HOST_POLL_SECONDS)
     fix = f"read its messages, and remove {folder}"
     raise ClusterError("serve", f"a front that listens within {LISTENING_SECONDS:.0f} s", "none", fix)
 

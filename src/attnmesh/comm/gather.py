@@ -7,7 +7,8 @@ import torch
 
 from attnmesh.comm.topology import agreed_mesh_hosts
 from attnmesh.comm.transport import Transport, agreed_transport
-from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
+from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.world import collective_once
 
 
@@ -29,6 +30,15 @@ def all_gather_texts(text: str, mesh: RankMesh) -> list[str]:
     padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
     codes = all_gather_ints(padded, mesh)
     return [bytes(code[:length]).decode() for code, length in zip(codes, lengths, strict=True)]
+
+
+@collective_once
+def agreed_flat_mesh(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
+    """Return a mesh of all ranks along one axis, and the shard of each. Collective at its first call."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else agreed_flat_axis(mesh.device_mesh, AXES)
+    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
+    return RankMesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
 @collective_once

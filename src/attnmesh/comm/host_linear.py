@@ -29,7 +29,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import collective_once
 
-CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
+LINEAR_CALL, LINEAR_FIXED, LINEAR_LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
 MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
@@ -116,13 +116,13 @@ class HostLinear:
             board = mailboxes.start + min(mailboxes.output_boards.values())
             spin = mailboxes.spin
         exchange_fields = BOX_HEADER_BYTES + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
-        self.fixed_fields = FIXED.pack(
+        self.fixed_fields = LINEAR_FIXED.pack(
             board, DTYPE_CODES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
         )
         for weight, bias in layers:
             bias_address = 0 if bias is None else bias.data_ptr()
             transposed = weight.stride(1) != 1
-            self.fixed_fields += LAYER.pack(
+            self.fixed_fields += LINEAR_LAYER.pack(
                 weight.data_ptr(), bias_address, len(weight), weight.stride(int(transposed)), transposed
             )
 
@@ -156,7 +156,7 @@ class HostLinear:
         pieces_before = 0 if mailboxes is None else mailboxes.published
         tag = self.number * TAG_ROWS + rows
         threads = torch.get_num_threads()
-        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, pieces_before, threads) + self.fixed_fields
+        fields = LINEAR_CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, pieces_before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, pieces_before)
         if code < 0:
             raise error_of(code)

@@ -51,7 +51,7 @@ class PendingMessage:
 PENDING_MESSAGES: list[PendingMessage] = []
 """Messages under way, of all threads."""
 
-LOCK = Lock()
+PENDING_LOCK = Lock()
 """Lock of `PENDING_MESSAGES`."""
 
 WORLD.on_close(PENDING_MESSAGES.clear)
@@ -59,7 +59,7 @@ WORLD.on_close(PENDING_MESSAGES.clear)
 
 def begin_pending(messages: Sequence[PendingMessage]) -> None:
     """Begin to send and receive messages."""
-    with LOCK:
+    with PENDING_LOCK:
         PENDING_MESSAGES.extend(messages)
     _move()
 
@@ -100,13 +100,13 @@ def finish_pending_of(mailboxes: Mailboxes) -> None:
 
 def drop_pending_of(mailboxes: Mailboxes) -> None:
     """Forget the pending messages of broken-off calls. What is in a box already, `Mailboxes.drop_unreceived` drops."""
-    with LOCK:
+    with PENDING_LOCK:
         PENDING_MESSAGES[:] = [pending for pending in PENDING_MESSAGES if pending.mailboxes is not mailboxes]
 
 
 def _move() -> bool:
     """Move each message that need not wait, unless one before it on its line waits. Return whether any has moved."""
-    with LOCK:
+    with PENDING_LOCK:
         count = len(PENDING_MESSAGES)
         waiting = set[tuple[int, int, bool]]()
         for pending in tuple(PENDING_MESSAGES):

@@ -35,6 +35,7 @@ from torch import Tensor
 from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.reduction_tree import Round
+from attnmesh.runtime.private_file import open_without_links
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
@@ -67,7 +68,7 @@ COMPARISONS_WORD = 8
 AWAITED_WORD = 9
 """Word of a rank's board that names the counter for which the rank waits: `expected count * WORDS + counter`."""
 
-WORDS = MAX_MEMORY // 8
+MAX_WORDS = MAX_MEMORY // 8
 """Words of the mailboxes of a host at most."""
 
 PROCESSORS = ("x86_64", "amd64", "AMD64")
@@ -95,7 +96,7 @@ MAX_NUMBERS = MESSAGE_BYTES // 16
 NativeCall = Callable[[bytes, int], int]
 """A native call of packed fields and the number of operations that are done. Returns that number after the call."""
 
-FIELDS, OPERATION = struct.Struct("2P6q"), struct.Struct("3q")
+EXCHANGE_FIELDS, OPERATION_FIELDS = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Op` in `mailbox.cpp`."""
 
 
@@ -289,9 +290,9 @@ class Mailboxes:
             raise self.error_after_loss(operations[0][1])
         buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if max_wait is None else max_wait) * 1e9)
-        fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(operations))
+        fields = EXCHANGE_FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(operations))
         for kind, _, box, count in operations:
-            fields += OPERATION.pack(kind, box, count)
+            fields += OPERATION_FIELDS.pack(kind, box, count)
         function = cast(NativeCall, library().exchange)
         done = function(fields, 0)
         if done < len(operations) and max_wait is None:
@@ -347,14 +348,14 @@ class Mailboxes:
         """
         peer = wait.peer
         own_counter = self.output_boards[self.index] // 8
-        expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
+        expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], MAX_WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
         counters = messages if wait.counter == self.output_boards[peer] // 8 else (own_counter,)
         return counter in counters and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
         """Publish which counter this rank waits for; by default none."""
-        self.words[self.boards[self.index] // 8 + AWAITED_WORD] = messages * WORDS + counter
+        self.words[self.boards[self.index] // 8 + AWAITED_WORD] = messages * MAX_WORDS + counter
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun more comparisons of calls than this rank."""
@@ -463,7 +464,7 @@ def _remove_names_of_the_dead() -> None:
     """Remove names that killed ranks have left: no process holds the lock of their memory."""
     for path in FOLDER.glob("attnmesh-*"):
         with suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # other users may make names there, too
+            file = open_without_links(path)  # other users may make names there, too
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time() - os.fstat(file).st_mtime > SECONDS_TO_LOCK:

@@ -20,13 +20,13 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import index_on
-from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
+from attnmesh.runtime.ranges import EXCHANGE_RANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: pairs of the indices of some tokens, and the results for these."""
 
-LONG_MESSAGE = 1 << 15
+LONG_MESSAGE_BYTES = 1 << 15
 """Bytes above which messages to several ranks are sent one after the other (`Transport.sends_in_turn` says why).
 
 Shorter ones are sent at once: to wait until the one before is sent would cost more time than a short message saves by
@@ -133,12 +133,12 @@ class Channel(NamedTuple):
             if id(tensors) not in packed:  # the same for several peers is packed once
                 packed[id(tensors)] = _pack(tensors)
             message = packed[id(tensors)]
-            is_long = one_at_a_time and len(sends) > 2 and message.nbytes > LONG_MESSAGE
+            is_long = one_at_a_time and len(sends) > 2 and message.nbytes > LONG_MESSAGE_BYTES
             is_queued = is_long and transport.sends_in_turn(peer, message)
             (queued if is_queued else posts).append((dist.isend, peer, message))
         packed.clear()  # `finish` keeps this frame: a message is freed once it is sent
         queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
-        post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
+        post = profiled_as(EXCHANGE_RANGE, transport.post) if is_profiled() else transport.post
         waits = post(posts, activity, is_fixed_size=True)
         count_received(receives)
 
@@ -158,7 +158,7 @@ class Channel(NamedTuple):
             posts.clear()  # messages had to live until they were sent
             return arrived
 
-        return profiled_as(EXCHANGE, finish) if is_profiled() else finish
+        return profiled_as(EXCHANGE_RANGE, finish) if is_profiled() else finish
 
 
 def all_to_all(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:

@@ -19,10 +19,10 @@ from attnmesh.runtime.world import collective_once
 BOX_ELEMENTS = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
 
-PROGRAM_ROWS = 8
+MESSAGE_PROGRAM_ROWS = 8
 """Rows of a message that one program sends and merges. It is a choice: more make fewer programs, and fewer flags."""
 
-FLAGS = BOX_ELEMENTS // PROGRAM_ROWS
+BOX_FLAGS = BOX_ELEMENTS // MESSAGE_PROGRAM_ROWS
 """Programs of the longest message."""
 
 SYMMETRIC = "torch.distributed._symmetric_memory"
@@ -68,7 +68,7 @@ class PeerMemory:
         launch(
             "peers",
             "one_shot",
-            (-(-rows // PROGRAM_ROWS) or FLAGS,),
+            (-(-rows // MESSAGE_PROGRAM_ROWS) or BOX_FLAGS,),
             message.device,
             message=numbers,
             memories=self.addresses,
@@ -78,12 +78,12 @@ class PeerMemory:
             checksum=checksum,
             rank=self.rank,
             ranks=ranks,
-            flags=FLAGS,
+            flags=BOX_FLAGS,
             box_size=BOX_ELEMENTS,
             rows=rows,
             value_width=shape[-1],
             max_polls=MAX_POLLS,
-            ROWS=PROGRAM_ROWS,
+            ROWS=MESSAGE_PROGRAM_ROWS,
             V_0=first,
             V_1=second,
             SEND=put,
@@ -96,7 +96,7 @@ class PeerMemory:
 
 def memory_size(ranks: int) -> int:
     """Return the float32 elements of a rank's memory."""
-    return ranks * FLAGS + 2 * ranks * BOX_ELEMENTS
+    return ranks * BOX_FLAGS + 2 * ranks * BOX_ELEMENTS
 
 
 @collective_once

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-LOW = (1 << 32) - 1
+LOW_HALF = (1 << 32) - 1
 """The low half of the bits of an int64."""
 
 SUM_ELEMENTS = 1 << 16
@@ -92,9 +92,9 @@ def digest_each(rows: Tensor) -> Tensor:
 def _fold(numbers: Tensor) -> Tensor:
     """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel.
 
-    Different numbers stay different. Without the mask `LOW` the shift would repeat the sign, and make x and ~x equal.
+    Different numbers stay different. Without the mask `LOW_HALF` the shift would repeat the sign: x and ~x were equal.
     """
-    return numbers ^ ((numbers >> 32) & LOW) if numbers.dtype == torch.int64 else numbers
+    return numbers ^ ((numbers >> 32) & LOW_HALF) if numbers.dtype == torch.int64 else numbers
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

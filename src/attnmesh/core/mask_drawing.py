@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attnmesh.core.layout import Layout, Packed, check_layout, checked_shape
 
-RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+RANK_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Characters of ranks in a drawing. They begin anew after the last."""
 
 
@@ -21,5 +21,5 @@ def drawn(visible: Tensor, layout: Layout | None, shape: tuple[int, int, int] | 
     for shard in range(heads * query_ranks * key_ranks):
         cells[layout.positions(length, heads * query_ranks * key_ranks, shard)] = shard % (query_ranks * key_ranks)
     ranks = cells[:, None] // key_ranks * key_ranks + cells % key_ranks
-    shown = (ranks % len(RANKS) + 1) * visible
-    return [" ".join(f".{RANKS}"[rank] for rank in row) for row in shown.tolist()]
+    shown = (ranks % len(RANK_CHARACTERS) + 1) * visible
+    return [" ".join(f".{RANK_CHARACTERS}"[rank] for rank in row) for row in shown.tolist()]

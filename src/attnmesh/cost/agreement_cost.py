@@ -7,13 +7,13 @@ from attnmesh.cost.merge_cost import MergeGroup, add_collective
 PAYLOAD_SIZE = 4
 """int64 values of a rank's payload. The number is fixed, so that any two calls match."""
 
-VALUES = 2 + PAYLOAD_SIZE
+SENT_VALUES = 2 + PAYLOAD_SIZE
 """int64 values that a rank sends: a hash of its call or of its error, which of the two it is, and its payload."""
 
 
 def add_agreement(candidate: CandidateMesh, cluster: Cluster, total: Cost) -> None:
     """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
-    size = 8.0 * VALUES
+    size = 8.0 * SENT_VALUES
     for ranks, ranks_per_host in reversed(tuple(zip(candidate.shape, candidate.tile, strict=True))):
         if ranks > 1:
             group = MergeGroup(

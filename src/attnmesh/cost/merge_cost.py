@@ -13,7 +13,7 @@ from attnmesh.mesh.reduction_tree import reduction_rounds
 CHECKSUM_BYTES = 8.0
 """Bytes of the call checksum in each message."""
 
-SEGMENTS, ELEMENT = 2, 4
+RING_SEGMENTS, ELEMENT = 2, 4
 """Messages in which gloo sends each part of a ring collective, and the bytes of the least: one element."""
 
 
@@ -73,7 +73,7 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     link = cluster.between if crossing else cluster.inside
     inside = cluster.inside.collective_step
     parts = group.groups * steps
-    messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
+    messages = min(RING_SEGMENTS, size / ELEMENT) * parts * crossing
     total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
     by_tree = passes > 1 and cluster.short_collectives == "tree"
     away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step

@@ -17,7 +17,7 @@ from attnmesh.decoding.step_checks import spec_of_step, spec_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
-from attnmesh.runtime.ranges import ATTENTION, is_profiled, profiled_as
+from attnmesh.runtime.ranges import ATTENTION_RANGE, is_profiled, profiled_as
 
 AttendOtherKeys = Callable[[Tensor], Partial | None]
 """Returns attention of all queries over other keys of this rank."""
@@ -69,7 +69,7 @@ def decode_shard(
     view = cache.own_shard.view
     query = DecodeQuery(every, spec.mask, spec.scaling, spec.capacity)
     attention = spec.attention_for(every, view)
-    attend = profiled_as(ATTENTION, attention.attend) if is_profiled() else attention.attend
+    attend = profiled_as(ATTENTION_RANGE, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_partial := attend_other_keys(every)) is not None:
         partial = merge_partials([partial, other_partial])

@@ -31,7 +31,7 @@ from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
-from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
+from attnmesh.runtime.ranges import ATTENTION_RANGE, MERGE_RANGE, is_profiled, profiled_as
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class PreparedStep:
             key_lengths=None if lengths is None else lengths.to(q.device),
             other_partial=inputs.other_partial,
         )
-        attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
+        attend = profiled_as(ATTENTION_RANGE, self.attention.attend) if is_profiled() else self.attention.attend
         return attend(query, views, inputs.selected), blank
 
     def merge(
@@ -157,7 +157,7 @@ class HostMergedStep(PreparedStep):
         An agreement is made only to raise: it takes longer than the merge.
         """
         assert blank.message is not None
-        merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
+        merge = profiled_as(MERGE_RANGE, self.host_merge.run) if is_profiled() else self.host_merge.run
         if not merge(blank.message, call_digest(*inputs.parts_to_compare(self.facts, views))):
             if self.checked is not False:
                 fields = partial_of(fields_of_step, inputs, self.spec)

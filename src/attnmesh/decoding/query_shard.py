@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.runtime.memo import index_on
-from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
+from attnmesh.runtime.ranges import MERGE_RANGE, is_profiled, profiled_as
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -62,7 +62,7 @@ class QueryOwners(NamedTuple):
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
         returned = [tuple(x.index_select(2, index_on(chunk, x.device)) for x in partial) for chunk in self.chunks]
         for_chunk = tuple(meta_like(x, sum(self.chunk_counts)) for x in partial)
-        merge = profiled_as(MERGE, merge_partials) if is_profiled() else merge_partials
+        merge = profiled_as(MERGE_RANGE, merge_partials) if is_profiled() else merge_partials
         return merge(
             [Partial(*part) for part in all_to_all(returned, [for_chunk] * self.token_axis.size, self.token_axis)]
         )

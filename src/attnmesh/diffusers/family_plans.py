@@ -1,6 +1,6 @@
 """Plans: which tensors of a transformer are split over the ranks, and which output is gathered.
 
-A plan is the model's own `_cp_plan`, or one of `OWN`.
+A plan is the model's own `_cp_plan`, or one of `OWN_PLANS`.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ _IMAGE, _TEXT = TokenSplit(STREAM, 1, 3), TokenSplit(f"encoder_{STREAM}", 1, 3)
 _OUTPUT: dict[str, tuple[int | None, ...]] = {"proj_out": (1,)}
 _JOINT_MASK = (TokenSplit("attention_mask", 3, 4, (STREAM, f"encoder_{STREAM}")),)
 
-OWN = {
+OWN_PLANS = {
     # diffusers splits the text, too, and its padding with it
     "LTXVideoTransformer3DModel": TokenPlan(
         {"": (_IMAGE, TokenSplit("timestep", 1, 2)), "rope": _rope(1, 3)}, _OUTPUT, ("*.attn2",)
@@ -114,7 +114,7 @@ UNSPLIT = {
 }
 """Attention modules that see whole keys, of models with a plan of diffusers."""
 
-REFUSED = {
+REFUSED_MODELS = {
     "HeliosTransformer3DModel": "a plan that gathers the tokens again in each block",
     "LTX2VideoTransformer3DModel": "a plan that leaves the tokens of the sound whole",
 }
@@ -128,14 +128,14 @@ def plan_of(model: nn.Module) -> TokenPlan:
     """Return the plan of a model. Raise if it has none, or one that cannot be followed."""
     name = type(model).__name__
     subject = "diffusers.enable model"
-    fix = f"{WITH_PLAN}, or one of {', '.join(OWN)}"
-    reason = _entry(REFUSED, model)
+    fix = f"{WITH_PLAN}, or one of {', '.join(OWN_PLANS)}"
+    reason = _entry(REFUSED_MODELS, model)
     if reason is not None:
         raise ModelError(subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
     if getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace":
         given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
         raise ModelError(subject, "a model that treats all tokens alike", given, "use a model of 'latent_concat'")
-    plan = _entry(OWN, model)
+    plan = _entry(OWN_PLANS, model)
     if plan is None:
         cp_plan: Any = getattr(model, "_cp_plan", None)
         if not (isinstance(cp_plan, dict) and cp_plan):

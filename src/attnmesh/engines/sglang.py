@@ -15,7 +15,7 @@ from attnmesh.engines.combine import combine
 MERGE_MODULE = "sglang.srt.layers.dcp.comm"
 """Module of SGLang with the functions that the plug-in replaces."""
 
-HOOKS = "sglang.srt.plugins.hook_registry"
+HOOK_MODULE = "sglang.srt.plugins.hook_registry"
 """Module of SGLang where the plug-in registers them."""
 
 
@@ -23,7 +23,7 @@ def load_plugin() -> None:
     """Register the merges with SGLang's hooks if ATTNMESH_SGLANG is 1. SGLang calls it before the engine starts."""
     if os.environ.get("ATTNMESH_SGLANG") != "1":
         return
-    hooks = import_module(HOOKS)
+    hooks = import_module(HOOK_MODULE)
     for merge in (cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla, dcp_a2a_lse_reduce):
         hooks.HookRegistry.register(f"{MERGE_MODULE}.{merge.__name__}", merge, hooks.HookType.REPLACE)
 

@@ -15,7 +15,7 @@ SEPARATOR = "\x1f"
 HOST_FIELD = "\x1ehost: "
 """Name of a field that ends a text: a rank's host. Hosts may differ; they are shown where calls do."""
 
-VERSIONS = "versions: "
+VERSIONS_LINE = "versions: "
 """Beginning of the line of a text that has the versions of packages."""
 
 MAX_NAMED_HOSTS = 3
@@ -54,7 +54,7 @@ def shared_error(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[in
             return error
     subject = texts[0].splitlines()[0]
     fix = "call it alike on all ranks of the mesh"
-    if len({line for text in texts for line in [*text.splitlines(), ""] if line.startswith(VERSIONS)}) > 1:
+    if len({line for text in texts for line in [*text.splitlines(), ""] if line.startswith(VERSIONS_LINE)}) > 1:
         fix = "install the same versions of attnmesh and PyTorch on all hosts"
     if any(" of digest " in text for text in texts):
         fix += ", with the same inputs and, in a model, the same weights"

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from attnmesh.hf.tensor_parallel import tp_mesh
 
-PROBE = 16
+PROBE_TOKENS = 16
 """Tokens of the forward pass that looks for the layer: few, because every rank computes all of them."""
 
 
@@ -30,7 +30,7 @@ class NanWatch(LogitsProcessor):  # type: ignore[misc]
         """Warn on the first rank if a logit was NaN. Every rank looks for the layer."""
         if self.seen is None or not bool(self.seen):
             return
-        source = find_nan(model, ids[:, :PROBE])
+        source = find_nan(model, ids[:, :PROBE_TOKENS])
         if first:
             text = f"generate: some logits are NaN, and the tokens after them mean nothing. {source}"
             warnings.warn(text, stacklevel=4)

@@ -45,7 +45,7 @@ SIZES = "sizes.json"
 SCRATCH = "unpacking-"
 """First letters of the folder in which a model is unpacked."""
 
-KEPT = 3
+MAX_UNPACKED = 3
 """Number of unpacked models that are kept, those used last: each takes disk, and another is unpacked again."""
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -247,7 +247,9 @@ def _write_unpacked(file: Path, folder: Path) -> None:
             if not is_complete(folder):  # or another process was faster
                 raise
     unpacked = sorted(folder.parent.glob("*-*"), key=lambda other: other.stat().st_mtime, reverse=True)
-    for other in [other for other in unpacked if other != folder and not other.name.startswith(SCRATCH)][KEPT - 1 :]:
+    for other in [other for other in unpacked if other != folder and not other.name.startswith(SCRATCH)][
+        MAX_UNPACKED - 1 :
+    ]:
         rmtree(other, ignore_errors=True)
 
 

@@ -259,10 +259,14 @@ def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
 
 def _in_module() -> bool:
     """Return whether this thread is inside the call of a module."""
-    frame: FrameType | None = sys._getframe()
+    return frame_of_module(sys._getframe()) is not None
+
+
+def frame_of_module(frame: FrameType | None) -> FrameType | None:
+    """Return the frame in which a module is called: `frame`, or the next one outside of it; None if there is none."""
     while frame is not None and frame.f_code.co_name != MODULE_CALL:
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def flatten(values: Iterable[Any]) -> Iterable[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnmesh.runtime.upstream import Upstream
 
-VERSIONS = ("5.23", "5.24")
+TESTED_VERSIONS = ("5.23", "5.24")
 """First version of transformers that is tested, and first that is not.
 
 Before 5.23 there is no `DummyLayer`, tensor parallelism fails, and Gemma 4 does not say which layers share keys. From
@@ -20,7 +20,7 @@ Before 5.23 there is no `DummyLayer`, tensor parallelism fails, and Gemma 4 does
 
 TRANSFORMERS = Upstream(
     "transformers",
-    *VERSIONS,
+    *TESTED_VERSIONS,
     (
         "transformers:AttentionInterface.register",
         "transformers:AttentionMaskInterface.register",
@@ -35,13 +35,13 @@ TRANSFORMERS = Upstream(
 )
 APPLY_TENSOR_PARALLELISM = "transformers.distributed.tensor_parallel:apply_tensor_parallelism"
 TENSOR_PARALLEL = Upstream(
-    "transformers", *VERSIONS, ("transformers:PreTrainedModel.tp_plan", APPLY_TENSOR_PARALLELISM)
+    "transformers", *TESTED_VERSIONS, ("transformers:PreTrainedModel.tp_plan", APPLY_TENSOR_PARALLELISM)
 )
 """Names that `tensor_parallel` needs."""
 
 TRAINER = Upstream(
     "transformers",
-    *VERSIONS,
+    *TESTED_VERSIONS,
     (
         "transformers:Trainer.create_accelerator_and_postprocess",
         "transformers:Trainer.floating_point_ops",

@@ -16,7 +16,7 @@ from attnmesh.core.digest import bits
 from attnmesh.core.partial import Partial, merge_stack, sum_dtype, with_sinks
 from attnmesh.kernels.triton_runtime import installed, interpreted, launch, powers_covering
 
-PROGRAM_ROWS = 16
+MERGE_PROGRAM_ROWS = 16
 """Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
 
 
@@ -184,6 +184,6 @@ def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     first, second = powers_covering(value_width)
     rows = math.prod(shape)
     numbers = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
-    constants = {"value_width": value_width, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
+    constants = {"value_width": value_width, "ROWS": MERGE_PROGRAM_ROWS, "V_0": first, "V_1": second}
     # With fusion the bits would depend on the order of the partials.
-    return (-(-rows // PROGRAM_ROWS),), {**numbers, **constants, "enable_fp_fusion": False}
+    return (-(-rows // MERGE_PROGRAM_ROWS),), {**numbers, **constants, "enable_fp_fusion": False}

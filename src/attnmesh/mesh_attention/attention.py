@@ -27,7 +27,7 @@ from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operato
 from attnmesh.mesh.axes import NotGiven, RankMesh, given_mesh
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_op import mesh_op, run_on_one_rank, run_task, run_with_grad
+from attnmesh.mesh_attention.mesh_runs import mesh_op, run_on_one_rank, run_task, run_with_grad
 from attnmesh.mesh_attention.prepare_attention import PreparedAttention, prepare_attention
 from attnmesh.mesh_attention.task import task_of
 

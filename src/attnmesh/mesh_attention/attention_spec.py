@@ -6,15 +6,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attnmesh.checks.argument_checks import with_transpose_hint
-from attnmesh.comm.gather import all_gather_ints
+from attnmesh.comm.gather import agreed_flat_mesh
 from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem
-from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorSizes
-from attnmesh.runtime.world import cached_from_code, cached_per_world, collective_once
+from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
 class AttentionSpec(NamedTuple):
@@ -94,7 +93,7 @@ def make_spec(
         ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = _agreed_flat_mesh(mesh)
+        mesh, shard_of_rank = agreed_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     scaling = options.scaling(sizes.dim)
     return AttentionSpec(
@@ -104,15 +103,6 @@ def make_spec(
 
 cached_spec = cached_per_world(2048)(make_spec)
 """Returns the spec, made once: a graph traces `make_spec` itself."""
-
-
-@collective_once
-def _agreed_flat_mesh(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
-    """Return a mesh of all ranks along one axis, and the shard of each. Collective at its first call."""
-    long = [axis for axis in mesh.axes if axis.size > 1]
-    axis = long[0] if len(long) == 1 else agreed_flat_axis(mesh.device_mesh, AXES)
-    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
-    return RankMesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
 def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: int) -> None:

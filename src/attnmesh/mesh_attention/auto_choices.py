@@ -18,7 +18,7 @@ from attnmesh.mesh.shard_marks import unpriced_layout
 from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
-HEADS = (32, 8, 128)
+TYPICAL_HEADS = (32, 8, 128)
 """Query heads, key heads and columns for which layouts are priced.
 
 `shard` knows no model, and has to choose the layout that `attention` chooses: so both take these.
@@ -32,7 +32,7 @@ def agreed_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
-    return agreed_price("auto", mask, sum(mask.documents), mesh, HEADS).layout
+    return agreed_price("auto", mask, sum(mask.documents), mesh, TYPICAL_HEADS).layout
 
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:

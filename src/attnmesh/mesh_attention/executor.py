@@ -29,7 +29,7 @@ from attnmesh.mesh.schedule import GatherStep, HeadGroup
 from attnmesh.mesh_attention.head_swap import FinishSwap, HeadTensors, empty_tokens
 from attnmesh.mesh_attention.task import Task, TaskStep
 from attnmesh.runtime.memo import index_on
-from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
+from attnmesh.runtime.ranges import ATTENTION_RANGE, MERGE_RANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors, empty_length_major
 
 FinishTensors = Callable[[], Tensors]
@@ -38,7 +38,7 @@ FinishTensors = Callable[[], Tensors]
 Accumulate = Callable[[Returned, Tensors], None]
 """Adds or merges results for this rank's tokens into tensors of its chunk."""
 
-DONE = object()
+EXHAUSTED = object()
 """Stands for the end of an iterator."""
 
 
@@ -104,8 +104,8 @@ def _forward_heads(gathered: GroupUnderWay, task: Task) -> Partial:
     """Return the partial of one group of heads: of gathered queries over gathered keys."""
     (q,) = gathered.finish_queries()
     total: Partial | None = None
-    attend = profiled_as(ATTENTION, _attend_step) if is_profiled() else _attend_step
-    merge = profiled_as(MERGE, merge_into) if is_profiled() else merge_into
+    attend = profiled_as(ATTENTION_RANGE, _attend_step) if is_profiled() else _attend_step
+    merge = profiled_as(MERGE_RANGE, merge_into) if is_profiled() else merge_into
     for step in task.steps_of(gathered.group):
         kv = next(gathered.kv_by_step)
         out, lse = attend(task, step, q, kv)
@@ -134,7 +134,7 @@ def _return_results(
     del results
     if channel.axis.size > 1:
         yield
-    accumulate = profiled_as(MERGE, accumulate) if is_profiled() else accumulate
+    accumulate = profiled_as(MERGE_RANGE, accumulate) if is_profiled() else accumulate
     accumulate(finish(), totals)
 
 
@@ -184,7 +184,7 @@ def _backward_heads(gathered: GroupUnderWay, task: Task, pending: "PendingReturn
     inputs = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     finish_earlier: FinishTensors | None = None  # gradients that earlier ranks computed for the keys of this step
-    attend_backward = profiled_as(ATTENTION, backward_band) if is_profiled() else backward_band
+    attend_backward = profiled_as(ATTENTION_RANGE, backward_band) if is_profiled() else backward_band
     for step in task.steps_of(gathered.group):
         keys, values = next(gathered.kv_by_step)
         part = attend_backward(step.kernel, q, keys, values, inputs, step.band, task.spec.scaling, step.counts)
@@ -226,7 +226,7 @@ class PendingReturns:
         going_on = (*self.under_way, *returns)
         self.under_way = []
         for result in going_on:
-            if next(result, DONE) is not DONE:  # its next exchange is under way
+            if next(result, EXHAUSTED) is not EXHAUSTED:  # its next exchange is under way
                 self.under_way.append(result)
 
     def finish(self) -> None:

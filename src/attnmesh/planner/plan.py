@@ -24,7 +24,7 @@ from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_cost import cost, index_cost
 from attnmesh.setup.init_mesh import init_plan_mesh
 
-MAX_RANKS = 2048
+MAX_PRICED_RANKS = 2048
 """Most ranks that `plan` takes. Pricing all ways takes half a minute there."""
 
 CACHE_BLOCK = 16
@@ -293,8 +293,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
         given = f"{type(workload).__name__} and {type(cluster).__name__}"
         fix = "call plan(Workload(...), Cluster.preset(...))"
         raise ClusterError("plan", "a Workload and a Cluster", given, fix)
-    if cluster.world > MAX_RANKS:
-        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+    if cluster.world > MAX_PRICED_RANKS:
+        expected, fix = f"a cluster of at most {MAX_PRICED_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
         raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
     candidates = list(all_candidates(workload, cluster))
     plans = []
@@ -385,7 +385,7 @@ def _memory_error(rank_bytes: float, workload: Workload, cluster: Cluster) -> Cl
     given = f"{rank_bytes / 1e9:,.1f} GB without weights in the plan that needs least, {over}, on {cluster.world} ranks"
     free = memory - workload.state_bytes  # every rank holds all states
     hosts = ceil(min_memory(workload) / max(1.0, free) / cluster.ranks)
-    too_many = hosts * cluster.ranks > MAX_RANKS
+    too_many = hosts * cluster.ranks > MAX_PRICED_RANKS
     fix = "take fewer tokens" if too_many else f"take about {hosts:,} hosts, more for the weights, or fewer tokens"
     fix = "take fewer sequences or smaller states" if free < 0 else fix
     return ClusterError(f"plan for {workload.phase}", f"at most {memory / 1e9:,.1f} GB a rank", given, fix)

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from torch.profiler import record_function
 
-from attnmesh.runtime.ranges import MERGE, is_profiled
+from attnmesh.runtime.ranges import MERGE_RANGE, is_profiled
 from attnmesh.runtime.tensors import Tensors
 
 
@@ -46,7 +46,7 @@ def timed_merge() -> Iterator[None]:
     """Record the seconds of the block as one merge, if traffic is counted, and its range, if a profiler runs."""
     traffic = current_traffic.get()
     start = perf_counter()
-    with record_function(MERGE) if is_profiled() else nullcontext():
+    with record_function(MERGE_RANGE) if is_profiled() else nullcontext():
         yield
     if traffic is not None:
         traffic.merges.append(perf_counter() - start)

@@ -64,7 +64,7 @@ def _driver() -> str | None:
     return lines[0] if lines else None
 
 
-NO_MEMORY = (
+NO_MEMORY_WORDS = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
     "storage size calculation overflowed",
 )
@@ -77,4 +77,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(ValueError("no"))
     (True, False)
     """
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY_WORDS)

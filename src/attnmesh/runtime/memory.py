@@ -16,7 +16,7 @@ ROOT = Path("/")
 HUGE_RUN = 1 << 24
 """Bytes from which memory is in huge pages: the last one of 2 MB, used in part, then wastes an eighth at most."""
 
-GROUPS = {
+CGROUP_FILES = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -84,8 +84,8 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
     for line in _text_of(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
-            if name in GROUPS:
-                folder, most, used, spare = GROUPS[name]
+            if name in CGROUP_FILES:
+                folder, most, used, spare = CGROUP_FILES[name]
                 group = root / folder / path.lstrip("/")
                 while group != (root / folder).parent:
                     limit = _text_of(group / most).strip()

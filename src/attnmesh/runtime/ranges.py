@@ -9,7 +9,7 @@ from torch.profiler import record_function
 is_profiled: Callable[[], bool] = _profiler_enabled
 """Returns True in a thread that a profiler observes, without a call of Python."""
 
-ATTENTION, EXCHANGE, MERGE = "attnmesh: attention", "attnmesh: exchange", "attnmesh: merge"
+ATTENTION_RANGE, EXCHANGE_RANGE, MERGE_RANGE = "attnmesh: attention", "attnmesh: exchange", "attnmesh: merge"
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")

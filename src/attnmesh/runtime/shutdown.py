@@ -11,10 +11,10 @@ from pathlib import Path
 TASKS = Path("/proc/self/task")
 """Linux's list of the threads of this process. Other systems have neither this list nor glibc."""
 
-NAME = "pt_gloo"
+THREAD_PREFIX = "pt_gloo"
 """Prefix of the names of gloo's threads."""
 
-POLL_INTERVAL = 0.01
+THREAD_POLL_SECONDS = 0.01
 """Seconds between two polls: twice the time that a Python thread keeps the GIL when others request it."""
 
 SHUTDOWN_SECONDS = 10.0
@@ -30,7 +30,7 @@ def wait_until_idle(seconds: float = SHUTDOWN_SECONDS) -> bool:
     end = time.monotonic() + seconds
     before = _threads()
     while before:
-        time.sleep(POLL_INTERVAL)
+        time.sleep(THREAD_POLL_SECONDS)
         now = _threads()
         if now == before and None not in now.values():
             return True
@@ -47,7 +47,7 @@ def _threads() -> dict[str, str | None]:
         with suppress(OSError):  # the thread has just ended
             text = task.read_text("utf-8", "replace")  # a name of 15 bytes may end within a character
             status = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-            if status["Name"].startswith(NAME):
+            if status["Name"].startswith(THREAD_PREFIX):
                 asleep = status["State"].startswith("S")
                 switches = f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
                 by_thread[task.parent.name] = switches if asleep else None

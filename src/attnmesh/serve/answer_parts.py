@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, partial_mark_length
 from attnmesh.serve.text import SentToken
 from attnmesh.serve.tool_formats import (
-    FORMATS,
+    FORMATS_BY_NAME,
     ContentText,
     ReasoningText,
     ToolCall,
@@ -80,7 +80,7 @@ class AnswerFormats:
     """The texts of special tokens, which marks may be."""
 
     def __str__(self) -> str:
-        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.tool_format]
+        names = [f"calls as {name}" for name, one in FORMATS_BY_NAME.items() if one is self.tool_format]
         return ", ".join([*names, *([f"thoughts in {self.reasoning_marks.begin}"] if self.reasoning_marks else [])])
 
     def parts(
@@ -104,7 +104,7 @@ def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
         return AnswerFormats()
     several = tokenizer.chat_template or ""
     template = several if isinstance(several, str) else "".join(several.values())
-    calls = find_format(template) if tool_format == "auto" else FORMATS[tool_format]
+    calls = find_format(template) if tool_format == "auto" else FORMATS_BY_NAME[tool_format]
     return AnswerFormats(
         calls, next((marks for marks in REASONING if marks.end in template), None), special_tokens(tokenizer)
     )

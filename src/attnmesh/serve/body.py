@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from attnmesh.serve.json_reader import VALUES, JsonReader
+from attnmesh.serve.json_reader import MAX_JSON_VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 
 T = TypeVar("T")
@@ -45,12 +45,14 @@ class Bodies:
         """Yield what `convert` makes of a body's value, and the number of the body's bytes.
 
         The bytes count as held until the block ends. The body may have `tokens` values for the tokens of a prompt, and
-        `VALUES` others. `convert` runs in a thread.
+        `MAX_JSON_VALUES` others. `convert` runs in a thread.
         """
         await self._check(http)
         body = Body()
         try:
-            read = await self._value(http, body, lambda text: convert(JsonReader(text, VALUES + tokens).read()))
+            read = await self._value(
+                http, body, lambda text: convert(JsonReader(text, MAX_JSON_VALUES + tokens).read())
+            )
             yield read, body.nbytes
         finally:
             self.held -= body.nbytes

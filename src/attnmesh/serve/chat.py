@@ -12,34 +12,38 @@ from transformers import PreTrainedTokenizerBase
 from attnmesh.hf.serving.step_exchange import can_be_sent
 from attnmesh.serve.growing_text import NoMatch, check_json
 from attnmesh.serve.images import buffers_of, read_image
-from attnmesh.serve.json_reader import VALUES, JsonReader
+from attnmesh.serve.json_reader import MAX_JSON_VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import is_text, shown, wrong_value
 from attnmesh.serve.spelling import OPTIONS
 from attnmesh.serve.tool_schemas import check_texts, check_tools
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. The chat template decides on what a model knows."""
 
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Fields of messages."""
 
-OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
+ANSWER_FIELDS = ("refusal", "audio", "function_call", "annotations")
 """Fields of answers that a message may repeat if they are empty."""
 
 OF_CLIENTS = ("parsed", "parsed_arguments", "index")
 """Fields that OpenAI's client adds to an answer and its calls: what it has read of their other fields."""
 
-THOUGHTS = ("reasoning_content", "thinking")
+THOUGHT_NAMES = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""
 
 RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "reasoning_effort"}
 """Template variables that a request may not set."""
 
-END = 64
+PROMPT_END_CHARACTERS = 64
 """Characters of a prompt's end, in which an answer may have begun."""
 
 Check = Callable[[str], Any]
+
+
+def _accept(_: str) -> None:
+    """Let any text pass."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -56,7 +60,7 @@ class EncodedPrompt(NamedTuple):
         return sum(map(len, buffers_of(self.images or {})))
 
 
-def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
+def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = _accept) -> EncodedPrompt:
     """Return the tokens of the messages, with the beginning of the answer.
 
     `processing_class` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is
@@ -102,7 +106,9 @@ def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bo
         raise Refused(400, "messages: expected arguments of calls in UTF-8", "messages")
     check(text)
     if pictures is None:
-        return EncodedPrompt(_token_ids(processing_class, text, add_special_tokens=False), None, text[-END:])
+        return EncodedPrompt(
+            _token_ids(processing_class, text, add_special_tokens=False), None, text[-PROMPT_END_CHARACTERS:]
+        )
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     inputs = dict(processing_class.apply_chat_template(messages, **options))
     ids = inputs.pop("input_ids")[0].tolist()
@@ -110,7 +116,7 @@ def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bo
     if others := ", ".join(name for name, value in inputs.items() if not can_be_sent(value)):
         text = f"messages: the model's processor makes {others} of images, which ranks do not take. Leave images out."
         raise Refused(400, text, "messages")
-    return EncodedPrompt(ids, inputs if pictures else None, text[-END:])
+    return EncodedPrompt(ids, inputs if pictures else None, text[-PROMPT_END_CHARACTERS:])
 
 
 def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -174,11 +180,16 @@ def template_of(processing_class: Any, tools: list[dict[str, Any]] | None) -> st
     return str(several[name])
 
 
-PROBE = "attnmesh-probe"
-SHAPES: dict[str, Callable[[str], Any]] = {"text": str, "parts": lambda text: [{"type": "text", "text": text}]}
+PROBE_TEXT = "attnmesh-probe"
+CONTENT_SHAPES: dict[str, Callable[[str], Any]] = {"text": str, "parts": lambda text: [{"type": "text", "text": text}]}
 """Content of a message in the shapes that templates take."""
 
-LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE}""")
+SAMPLE_CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL_MESSAGE: dict[str, Any] = {"role": "assistant", "tool_calls": [SAMPLE_CALL]}
+RESULT_FIELDS = {"tool_call_id": SAMPLE_CALL["id"], "name": "f"}
+"""A call before a tool's message, and the fields that refer to it. Some templates require ids of nine characters."""
+
+LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE_TEXT}""")
 """Parts that a template prints as a list."""
 
 
@@ -186,22 +197,23 @@ def shapes_of(processing_class: Any, template: str, role: str, tools: Any = None
     """Return the shapes of content that a template shows for a role: none if it drops them, text if it raises."""
     kept = {
         shape: _shows(processing_class, {"chat_template": template, "tools": tools or None}, role, shape)
-        for shape in SHAPES
+        for shape in CONTENT_SHAPES
     }
     raises = all(content is None for content in kept.values())
-    return ("text",) if raises else tuple(shape for shape in SHAPES if kept[shape])
+    return ("text",) if raises else tuple(shape for shape in CONTENT_SHAPES if kept[shape])
 
 
 def _shows(processing_class: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
     """Return whether a template shows a message beside others, whose content has either shape; None if it raises."""
     raises = True
-    for made in dict.fromkeys((SHAPES[shape], *SHAPES.values())):
+    for made in dict.fromkeys((CONTENT_SHAPES[shape], *CONTENT_SHAPES.values())):
         user = {"role": "user", "content": made("a")}
-        before = {"assistant": [user], "tool": [user, CALLS | {"content": made("")}]}.get(role, [])
-        message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
+        before = {"assistant": [user], "tool": [user, CALL_MESSAGE | {"content": made("")}]}.get(role, [])
+        fields = RESULT_FIELDS if role == "tool" else {}
+        message = {"role": role, "content": CONTENT_SHAPES[shape](PROBE_TEXT), **fields}
         messages = [*before, message, *([] if role == "user" else [user])]
         text = _renders(processing_class, messages, options)
-        if text is not None and PROBE in text and not LISTED.search(text):
+        if text is not None and PROBE_TEXT in text and not LISTED.search(text):
             return True
         raises = raises and text is None
     return None if raises else False
@@ -225,12 +237,13 @@ def _shape_arguments(processing_class: Any, template: str, messages: list[dict[s
     if not calls:
         return
     as_object, as_text = (
-        _find_arguments(processing_class, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
+        _find_arguments(processing_class, template, arguments)
+        for arguments in ({PROBE_TEXT: 1}, f'{{"{PROBE_TEXT}": 1}}')
     )
     if as_text is None or (as_object is not None and as_object != as_text):
         for function in calls:
             with suppress(Refused):  # of sizes that are not read: the template gets text
-                function["arguments"] = JsonReader(function["arguments"], VALUES).read()
+                function["arguments"] = JsonReader(function["arguments"], MAX_JSON_VALUES).read()
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
@@ -245,7 +258,7 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
 def _name_thought(template: str, message: dict[str, Any]) -> None:
     """Give what a model thought the names that the template knows it by."""
     thought = message.pop("reasoning_content", None)
-    for name in THOUGHTS if thought else ():
+    for name in THOUGHT_NAMES if thought else ():
         refused = name == "thinking" and message["content"] and "tool_calls" in message  # by the template of gpt-oss
         if re.search(rf"\b{name}\b", template) and not refused:  # a field of messages, which is no variable
             message[name] = thought
@@ -253,21 +266,17 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
 
 def _find_arguments(processing_class: Any, template: str, arguments: Any) -> str | None:
     """Return what a template makes of a call; None if it raises."""
-    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    call = SAMPLE_CALL | {"function": {"name": "f", "arguments": arguments}}
     texts = [
         _renders(
-            processing_class, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template}
+            processing_class,
+            [user, CALL_MESSAGE | {"content": made(""), "tool_calls": [call]}],
+            {"chat_template": template},
         )
-        for made in SHAPES.values()
+        for made in CONTENT_SHAPES.values()
         for user in [{"role": "user", "content": made("a")}]
     ]
-    return next((text for text in texts if text is not None and PROBE in text), None)
-
-
-CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
-CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
-OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
-"""A call before a tool's message, and the fields that refer to it. Some templates require ids of nine characters."""
+    return next((text for text in texts if text is not None and PROBE_TEXT in text), None)
 
 
 def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
@@ -297,14 +306,14 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     Pictures of a user are added to `pictures`, those of the request before them; None refuses them.
     """
     for field in message:
-        empty = field in OF_ANSWERS and message[field] in (None, [])
+        empty = field in ANSWER_FIELDS and message[field] in (None, [])
         if field not in (*MESSAGE, *OF_CLIENTS) and not empty:
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
     calls = [] if message.get("tool_calls") is None else message["tool_calls"]
     answers = message.get("tool_call_id")
-    if role not in ROLES:
-        raise Refused(400, f"{param}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", param)
+    if role not in CHAT_ROLES:
+        raise Refused(400, f"{param}.role: expected one of {', '.join(CHAT_ROLES)}, given {shown(role)}", param)
     if name is not None and (role != "tool" or not is_text(name)):
         raise Refused(400, f"{param}.name: expected a name in messages of role tool alone. Leave it out.", param)
     fits = isinstance(calls, list) and (not calls or role == "assistant")
@@ -371,7 +380,7 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
+def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = _accept) -> EncodedPrompt:
     """Return the tokens of a completion's prompt: those given, or those of its text."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     prompt = fields["prompt"]
@@ -389,7 +398,7 @@ def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = bo
 
 
 def encode_either(
-    processing_class: Any, fields: dict[str, Any], check: Check = bool
+    processing_class: Any, fields: dict[str, Any], check: Check = _accept
 ) -> tuple[list[int], list[str] | None]:
     """Return the tokens of messages or of a text, and what the vocabulary has for each if that is asked for."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -401,7 +410,7 @@ def encode_either(
     return ids, [*tokenizer.convert_ids_to_tokens(ids)] if fields["return_token_strs"] else None
 
 
-def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = bool) -> str:
+def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = _accept) -> str:
     """Return the text of tokens, with special ones, or raise on ids outside the vocabulary."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not all(0 <= token < len(tokenizer) for token in fields["tokens"]):

@@ -122,8 +122,8 @@ def deltas_of(part: AnswerPart) -> Iterator[dict[str, Any]]:
         case ToolCall(name, arguments, id, index):
             opened = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
             yield {"tool_calls": [opened]}
-            for first in range(0, len(arguments), ARGUMENTS):
-                piece = {"arguments": arguments[first : first + ARGUMENTS]}
+            for first in range(0, len(arguments), ARGUMENT_CHARACTERS):
+                piece = {"arguments": arguments[first : first + ARGUMENT_CHARACTERS]}
                 yield {"tool_calls": [{"index": index, "function": piece}]}
 
 
@@ -199,14 +199,14 @@ def json_parts(value: Any, ascii: bool = False) -> Iterator[str]:
             yield f"{',' if number else '{'}{dump_json(name, ascii)}:"
             yield from json_parts(item, ascii)
         yield "}" if value else "{}"
-    elif isinstance(value, list) and len(value) <= SLICE:
+    elif isinstance(value, list) and len(value) <= ITEMS_AT_ONCE:
         for index, item in enumerate(value):
             yield "," if index else "["
             yield from json_parts(item, ascii)
         yield "]" if value else "[]"
     elif isinstance(value, list):
-        for first in range(0, len(value), SLICE):
-            yield f"{',' if first else '['}{dump_json(value[first : first + SLICE], ascii)[1:-1]}"
+        for first in range(0, len(value), ITEMS_AT_ONCE):
+            yield f"{',' if first else '['}{dump_json(value[first : first + ITEMS_AT_ONCE], ascii)[1:-1]}"
         yield "]"
     elif isinstance(value, str) and len(value) > PIECE:
         for first in range(0, len(value), PIECE):
@@ -226,14 +226,14 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-SLICE = 64
+ITEMS_AT_ONCE = 64
 """Items of a list that are written before other work may run."""
 
 PIECE = 1 << 16
 """Characters of JSON that are written before other work may run."""
 
-ARGUMENTS = 256
+ARGUMENT_CHARACTERS = 256
 """Characters of a call's arguments in one event."""
 
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 """The last event of a stream."""

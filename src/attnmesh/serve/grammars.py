@@ -15,7 +15,7 @@ from attnmesh.hf.serving.grammar_masks import INSTALL, Grammar, GrammarTokens, h
 from attnmesh.serve.answer_parts import AnswerFormats, ReasoningMarks
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema_limits import DIVISORS, checked_divisors
-from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME
 from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
 from attnmesh.serve.tool_schemas import check_schema, inner_schemas
 
@@ -173,7 +173,7 @@ class Grammars:
 
     def _shape(self, asked: AskedGrammar) -> CallShape | None:
         """Return how calls are written, or raise if they cannot be forced and are needed."""
-        name = next((name for name, one in FORMATS.items() if one is self.formats.tool_format), "")
+        name = next((name for name, one in FORMATS_BY_NAME.items() if one is self.formats.tool_format), "")
         shape = find_shape(name, self.template)
         if (
             asked.tools

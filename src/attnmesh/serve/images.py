@@ -14,7 +14,7 @@ from attnmesh.hf.serving.step_exchange import value_codes_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""
 
 MAX_IMAGES = 32
@@ -50,11 +50,13 @@ def _open_image(param: str, base64_text: str, left: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the pixels are counted here
-            image = Image.open(io.BytesIO(b64decode(base64_text, validate=True)), formats=FORMATS)
+            image = Image.open(io.BytesIO(b64decode(base64_text, validate=True)), formats=IMAGE_FORMATS)
             picture = image.convert("RGB") if image.width * image.height <= left else None
     except (OSError, ValueError, SyntaxError, EOFError, binascii.Error, Image.DecompressionBombError) as error:
         name = type(error).__name__
-        raise Refused(400, f"{param}: expected an image of {', '.join(FORMATS)} in base64: {name}", param) from None
+        raise Refused(
+            400, f"{param}: expected an image of {', '.join(IMAGE_FORMATS)} in base64: {name}", param
+        ) from None
     if picture is None:
         raise Refused(400, f"{param}: expected images of at most {MAX_PIXELS:,} pixels together", param)
     return picture

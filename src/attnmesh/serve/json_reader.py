@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from attnmesh.serve.refused import Refused
 
-VALUES = 1 << 16
+MAX_JSON_VALUES = 1 << 16
 """Values that a text may have beside the tokens of a prompt."""
 
 DEPTH = 64
@@ -20,13 +20,13 @@ SHORT = 256
 LONG = 1 << 18
 """Characters of the longest parts."""
 
-SPACE = re.compile(r"[ \t\n\r]{0,65536}")
-PLAIN = re.compile(r"[-+.\w]{1,4096}")
+JSON_SPACE = re.compile(r"[ \t\n\r]{0,65536}")
+NUMBER_OR_NAME = re.compile(r"[-+.\w]{1,4096}")
 """Numbers, and the names true, false and null."""
 WHOLE_NUMBERS = re.compile(r"(?: ?\d{1,18},){2,4096}")
 """Items of a list, as token ids are."""
 
-HIGH, LOW = "\ud800\udbff", "\udc00\udfff"
+HIGH_SURROGATES, LOW_SURROGATES = "\ud800\udbff", "\udc00\udfff"
 """First and last of the two halves that JSON can spell a character by."""
 
 
@@ -51,7 +51,7 @@ class JsonReader:
 
     def _peek(self) -> str:
         """Return the next character that is no space; empty at the end."""
-        while (end := SPACE.match(self.text, self.at).end()) > self.at:  # type: ignore[union-attr]
+        while (end := JSON_SPACE.match(self.text, self.at).end()) > self.at:  # type: ignore[union-attr]
             self.at = end
         return self.text[self.at : self.at + 1]
 
@@ -115,7 +115,7 @@ class JsonReader:
                 return items
 
     def _plain(self) -> Any:
-        match = PLAIN.match(self.text, self.at)
+        match = NUMBER_OR_NAME.match(self.text, self.at)
         if match is None:
             self._fail("a value")
         value = self._loads(match[0])
@@ -171,7 +171,7 @@ def _whole_escapes(part: str) -> int:
 
 def _rejoin(before: str, after: str) -> list[str]:
     """Return two parts of a string, in which no character is cut in halves."""
-    if HIGH[0] <= before[-1:] <= HIGH[1] and LOW[0] <= after[:1] <= LOW[1]:
+    if HIGH_SURROGATES[0] <= before[-1:] <= HIGH_SURROGATES[1] and LOW_SURROGATES[0] <= after[:1] <= LOW_SURROGATES[1]:
         pair = (before[-1] + after[0]).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         return [before[:-1], pair + after[1:]]
     return [before, after]

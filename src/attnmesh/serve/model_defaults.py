@@ -9,7 +9,7 @@ from attnmesh.errors import ModelError
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, SAMPLING
 
-SERVED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+DEFAULT_FIELDS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 """Fields that become defaults of requests, as vLLM has them."""
 
 NOT_SERVED: dict[str, Any] = {
@@ -32,10 +32,10 @@ def read_model_defaults(config: GenerationConfig) -> dict[str, Any]:
     for name, neutral in NOT_SERVED.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
-            expected = f"fields that are served ({', '.join(SERVED)})"
+            expected = f"fields that are served ({', '.join(DEFAULT_FIELDS)})"
             given = f"{name} = {str(value)[:60]}"
             raise ModelError("generation_config", expected, given, USE_NO_DEFAULTS)
-    values = {name: getattr(config, name, None) for name in SERVED}
+    values = {name: getattr(config, name, None) for name in DEFAULT_FIELDS}
     return {name: _checked_default(name, value) for name, value in values.items() if value is not None}
 
 

@@ -111,7 +111,7 @@ MESSAGES: dict[str, Any] = {
 }
 """Messages by the names of their codes."""
 
-NAMES: dict[type, str] = {message: name for name, message in MESSAGES.items()}
+MESSAGE_NAMES: dict[type, str] = {message: name for name, message in MESSAGES.items()}
 
 
 def message_code(message: ToRank | ToFront) -> list[Any]:
@@ -120,7 +120,7 @@ def message_code(message: ToRank | ToFront) -> list[Any]:
     >>> message_code(CancelRequest(7))
     ['cancel', 7]
     """
-    return [NAMES[type(message)], *message]
+    return [MESSAGE_NAMES[type(message)], *message]
 
 
 def message_of(code: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from attnmesh.serve.rank_messages import NewPrompt, ToFront, ToRank, message_cod
 WIDTH = 4
 """Bytes of a message's length."""
 
-SLICE = 1 << 18
+MESSAGE_PART_BYTES = 1 << 18
 """Bytes of a part of a long message."""
 
 
@@ -34,8 +34,8 @@ def message_parts(message: ToRank) -> Iterator[memoryview]:
     if isinstance(message, NewPrompt):
         code[-1] = describe_images(images)
     for buffer in (memoryview(pack_message(code)), *buffers_of(images)):
-        for first in range(0, len(buffer), SLICE):
-            yield buffer[first : first + SLICE]
+        for first in range(0, len(buffer), MESSAGE_PART_BYTES):
+            yield buffer[first : first + MESSAGE_PART_BYTES]
 
 
 async def read_message(reader: asyncio.StreamReader) -> ToFront:

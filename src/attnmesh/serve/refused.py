@@ -2,10 +2,10 @@
 
 from typing import Any
 
-RETRY_AFTER = 2
+RETRY_AFTER_SECONDS = 2
 """Seconds after which a client may ask again, when the queue is full or ranks restart."""
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's types of errors; from 500 on it is server_error, for others invalid_request_error."""
 
 
@@ -27,7 +27,7 @@ class Refused(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
@@ -35,7 +35,7 @@ class Refused(Exception):
         """Headers of the response."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        return {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
 
 
 def _in_utf_8(text: str) -> str:

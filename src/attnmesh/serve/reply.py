@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from attnmesh.serve.answer_parts import AnswerPart
 from attnmesh.serve.chat import EncodedPrompt
-from attnmesh.serve.completion_objects import DONE, CompletionObjects, encode_json, event, usage_of
+from attnmesh.serve.completion_objects import DONE_EVENT, CompletionObjects, encode_json, event, usage_of
 from attnmesh.serve.rank_messages import AnswerEnded, RequestAccepted
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Event, Supervisor
@@ -142,7 +142,7 @@ class Reply:
                 yield event(self.objects.chunk([choice]))
             if include_usage:
                 yield event(self.objects.chunk([], self.usage()))
-            yield DONE
+            yield DONE_EVENT
         except Refused as error:
             yield event(error.body)
 

@@ -30,7 +30,7 @@ SALT = "requests of another salt share no prefix; not a field of OpenAI's"
 SHOWN = 60
 """Characters of a value that an error shows."""
 
-SLICE = 1 << 20
+CHARACTERS_AT_ONCE = 1 << 20
 """Characters of a text that are checked at once: other threads wait so long."""
 
 
@@ -129,8 +129,8 @@ def is_text(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        for first in range(0, 0 if value.isascii() else len(value), SLICE):
-            value[first : first + SLICE].encode()
+        for first in range(0, 0 if value.isascii() else len(value), CHARACTERS_AT_ONCE):
+            value[first : first + CHARACTERS_AT_ONCE].encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -251,7 +251,7 @@ SAMPLING: RequestFields = {
 }
 """Fields that both kinds of requests have."""
 
-REFUSED = (
+REFUSED_CHAT_FIELDS = (
     "audio",
     "function_call",
     "functions",
@@ -304,7 +304,7 @@ CHAT: RequestFields = {
     "prompt_cache_key": ServedField(
         is_text_up_to(MAX_IDENTIFIER), IDENTIFIER_EXPECTED, None, "has no effect: prefixes are found by comparison"
     ),
-    **dict.fromkeys(REFUSED, NeutralField()),
+    **dict.fromkeys(REFUSED_CHAT_FIELDS, NeutralField()),
 }
 """Fields of /v1/chat/completions."""
 
@@ -320,13 +320,13 @@ COMPLETION: RequestFields = {
 """Fields of /v1/completions."""
 
 
-NAMED = ServedField(is_text, "the name that the server gives its model", None)
+MODEL_FIELD = ServedField(is_text, "the name that the server gives its model", None)
 
 OF_MESSAGES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 """Fields of chats that say how messages become tokens."""
 
 TOKENIZE: RequestFields = {
-    "model": NAMED,
+    "model": MODEL_FIELD,
     "prompt": ServedField(is_text, "text", None, "it or messages"),
     "messages": ServedField(is_list_of(dict), "a list of one message or more", None, "in the model's chat template"),
     "add_special_tokens": ServedField(
@@ -340,7 +340,7 @@ TOKENIZE: RequestFields = {
 """Fields of /tokenize."""
 
 DETOKENIZE: RequestFields = {
-    "model": NAMED,
+    "model": MODEL_FIELD,
     "tokens": ServedField(is_list_of(int, 0), "a list of token ids", REQUIRED),
 }
 """Fields of /detokenize."""

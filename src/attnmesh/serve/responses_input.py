@@ -6,10 +6,10 @@ from typing import Any
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import is_name, is_text, shown, wrong_value
 
-ROLES = ("system", "developer", "user", "assistant")
+ITEM_ROLES = ("system", "developer", "user", "assistant")
 """Roles of messages."""
 
-FIELDS: dict[str, tuple[str, ...]] = {
+ITEM_FIELDS: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -26,7 +26,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 PASSED = ("type", "id", "status")
 """Further fields, which say nothing to a model."""
 
-OF_ANSWERS = (
+EMPTY_ITEM_FIELDS = (
     "annotations",
     "async",
     "async_",
@@ -42,7 +42,7 @@ OF_ANSWERS = (
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 PARTS = ("input_text", "output_text", "text", "input_image")
-THOUGHTS = ("reasoning_text", "summary_text", "text")
+THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 
 ORDER = ("reasoning_content", "content", "tool_calls")
 """Fields of an answer's message, in the order in which templates show it."""
@@ -79,8 +79,8 @@ class InputMessages:
         check_fields(field, item, kind)
         match kind:
             case "message":
-                if item.get("role") not in ROLES:
-                    raise wrong_value(f"{field}.role", f"one of {', '.join(ROLES)}", item.get("role"))
+                if item.get("role") not in ITEM_ROLES:
+                    raise wrong_value(f"{field}.role", f"one of {', '.join(ITEM_ROLES)}", item.get("role"))
                 self.add(item["role"], content_of(f"{field}.content", item.get("content")), field, ".content")
             case "function_call":
                 self._add_call(field, item)
@@ -133,10 +133,10 @@ def _join(last: dict[str, Any], message: dict[str, Any], kind: str) -> None:
 def check_fields(field: str, value: dict[str, Any], kind: str) -> None:
     """Raise on a field that items or parts of a type do not have."""
     for name, one in value.items():
-        if name in (*FIELDS[kind], *PASSED) or (name in OF_ANSWERS and one in (None, [])):
+        if name in (*ITEM_FIELDS[kind], *PASSED) or (name in EMPTY_ITEM_FIELDS and one in (None, [])):
             continue
         place = f"{field}.{name[:60]}" if is_text(name) else field
-        known = ", ".join(FIELDS[kind])
+        known = ", ".join(ITEM_FIELDS[kind])
         text = f"{place}: expected {known} of type {kind}, given {shown(name)}. Leave it out."
         raise Refused(400, text, place, "unknown_parameter")
 
@@ -162,7 +162,7 @@ def thought_of(field: str, parts: Any) -> str:
     """Return what a model thought, or raise."""
     if not isinstance(parts, list | None):
         raise wrong_value(field, "a list of parts", parts)
-    return "".join(part_of(f"{field}[{index}]", one, THOUGHTS)["text"] for index, one in enumerate(parts or ()))
+    return "".join(part_of(f"{field}[{index}]", one, THOUGHT_PARTS)["text"] for index, one in enumerate(parts or ()))
 
 
 def part_of(field: str, part: Any, kinds: tuple[str, ...]) -> dict[str, Any]:

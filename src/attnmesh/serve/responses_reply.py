@@ -21,7 +21,7 @@ ECHOED = (
 )
 """Fields of a request that its response repeats as they are."""
 
-FIXED: dict[str, Any] = {
+FIXED_FIELDS: dict[str, Any] = {
     "background": False,
     "max_tool_calls": None,
     "metadata": {},
@@ -150,7 +150,7 @@ def echo_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     tool_defaults = {"description": None, "parameters": None, "strict": False}
     format = (fields["text"] or {}).get("format") or {"type": "text"}
     more = {"description": None, "strict": False} if format["type"] == "json_schema" else {}
-    return FIXED | {
+    return FIXED_FIELDS | {
         **{name: fields[name] for name in ECHOED},
         "reasoning": {"effort": (fields["reasoning"] or {}).get("effort"), "summary": None},
         "text": {"format": more | drop_absent(format)},

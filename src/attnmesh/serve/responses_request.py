@@ -54,7 +54,7 @@ def is_named(value: Any) -> bool:
 TEXT_FORMAT_EXPECTED = f'type "text" or "json_object", or "json_schema" with {FORMAT_PARTS}'
 """Types of the text of a response."""
 
-REFUSED = (
+REFUSED_RESPONSE_FIELDS = (
     "access_programs",
     "background_options",
     "context_management",
@@ -111,12 +111,12 @@ RESPONSES: RequestFields = {
         None,
     ),
     "background": NeutralField((False,)),
-    **dict.fromkeys(REFUSED, NeutralField()),
+    **dict.fromkeys(REFUSED_RESPONSE_FIELDS, NeutralField()),
 }
 """Fields of /v1/responses."""
 
 
-NAMES = {
+RENAMED_FIELDS = {
     "messages": "input",
     "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -147,7 +147,7 @@ class ResponseRequest:
         """Let go of all fields, and of the names of messages, which no error has once they are tokens."""
         tools = len(self.fields["tools"] or [])
         self.fields = {}
-        self.names = NAMES | names_of_tools(tools)
+        self.names = RENAMED_FIELDS | names_of_tools(tools)
 
     @contextmanager
     def naming_fields(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
-    return body, NAMES | names_of_tools(len(body["tools"] or [])) | read.names
+    return body, RENAMED_FIELDS | names_of_tools(len(body["tools"] or [])) | read.names
 
 
 def names_of_tools(count: int) -> dict[str, str]:

@@ -30,7 +30,7 @@ STALL_SECONDS = 60.0
 """Seconds after which a client that does not read its response is cut off."""
 
 
-POLL_SECONDS = 0.05
+OPEN_POLL_SECONDS = 0.05
 """Seconds between two looks at open requests while the server ends."""
 
 
@@ -123,8 +123,8 @@ class DrainingServer(uvicorn.Server):
                 f"the server ends; open requests, which have {left:g} s to end: {len(self.supervisor.open)}"
             )
         while (self.supervisor.open or self.supervisor.encoding_count) and left > 0 and not self.force_exit:
-            await asyncio.sleep(POLL_SECONDS)
-            left -= POLL_SECONDS
+            await asyncio.sleep(OPEN_POLL_SECONDS)
+            left -= OPEN_POLL_SECONDS
         if cut := self.supervisor.cut_off("The server ended before this answer did."):
             self.supervisor.log(f"requests that the end of the server cut off: {cut}")
         self.config.timeout_graceful_shutdown = max(1, round(left)) if isfinite(left) else None

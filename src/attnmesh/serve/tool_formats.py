@@ -1,7 +1,7 @@
 """Formats in which models write calls of tools: where a call begins, and how its end, name and arguments are read.
 
-A format is one entry of `FORMATS`. Its reader gets the text from a beginning on, yields each call once it is whole,
-and raises `NoMatch` on a text that is no call.
+A format is one entry of `FORMATS_BY_NAME`. Its reader gets the text from a beginning on, yields each call once it is
+whole, and raises `NoMatch` on a text that is no call.
 """
 
 import json
@@ -48,23 +48,23 @@ def read_text(text: GrowingText, is_thought: bool, *ends: str) -> Reader[None]:
 Tools = Mapping[str, Mapping[str, Any]]
 """The properties of each tool's parameters."""
 
-KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "tool_name", "tool_call_id"))
+CALL_KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "tool_name", "tool_call_id"))
 """Names in objects of JSON that are calls."""
 
 
 def call_object(text: GrowingText) -> Reader[ToolCall]:
     """Read an object of JSON that has the name and the arguments of a call."""
-    members = yield from text.members(KEYS)
+    members = yield from text.members(CALL_KEYS)
     names = [members[key] for key in ("name", "tool_name") if key in members]
-    name = text_of(names[0]) if names else ""
+    name = text_in(names[0]) if names else ""
     if not name:
         raise NoMatch
     arguments = members.get("arguments", members.get("parameters", "{}"))
     check_object(arguments)
-    return ToolCall(name, arguments, text_of(members.get("id", '""')))
+    return ToolCall(name, arguments, text_in(members.get("id", '""')))
 
 
-def text_of(value: str) -> str:
+def text_in(value: str) -> str:
     """Return the text that a value of JSON is; empty if it is another. Raise if the value is none."""
     check_json(value)
     return str(json.loads(value)) if value.startswith('"') else ""
@@ -307,7 +307,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
 QUOTES = {"<|tool_call>": ("<tool_call|>", '<|"|>'), "<start_function_call>": ("<end_function_call>", "<escape>")}
 """Marks at which calls of Gemma begin and end, and the mark at both ends of its strings."""
 
-NAMED = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
+UNQUOTED_NAME = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 """A name in Gemma's objects, which has no quotes."""
 
 
@@ -318,7 +318,7 @@ def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     name = yield from text.word()
     inside = (yield from text.until(end)).split(quote)
     parts = [quoted(part) if place % 2 else part for place, part in enumerate(inside)]
-    parts[::2] = [NAMED.sub(r'\1"\2":', part) for part in parts[::2]]
+    parts[::2] = [UNQUOTED_NAME.sub(r'\1"\2":', part) for part in parts[::2]]
     arguments = "".join(parts)
     check_object(arguments)
     yield ToolCall(name, arguments)
@@ -382,7 +382,7 @@ def invokes(begin: str, end: str, space: str) -> ToolFormat:
     return ToolFormat((begin,), partial_of(read_invokes, begin, end, space), (begin,))
 
 
-FORMATS: dict[str, ToolFormat] = {
+FORMATS_BY_NAME: dict[str, ToolFormat] = {
     "harmony": ToolFormat(HARMONY, read_harmony, ("<|channel|>", "<|message|>"), rescans=False, has_thoughts=True),
     "kimi": ToolFormat(("<|tool_calls_section_begin|>",), read_kimi, ("<|tool_calls_section_begin|>",)),
     "deepseek": ToolFormat((deepseek("calls▁begin"),), read_deepseek, (deepseek("calls▁begin"),)),
@@ -409,5 +409,5 @@ def find_format(template: str) -> ToolFormat | None:
     >>> find_format("{{ '<tool_call>' + (call | tojson) }}") is FORMATS["hermes"], find_format("{{ messages }}")
     (True, None)
     """
-    shown = (format for format in FORMATS.values() if all(text in template for text in format.in_template))
+    shown = (format for format in FORMATS_BY_NAME.values() if all(text in template for text in format.in_template))
     return next(shown, None)

@@ -11,7 +11,7 @@ from attnmesh.serve.schema_limits import DEFINITIONS
 from attnmesh.serve.schema_patterns import write_patterns
 from attnmesh.serve.tool_formats import DSML, deepseek, flat, types_of
 
-SPACE = r"(?: |\n[ \t]{0,32})"
+SPACE_RULE = r"(?: |\n[ \t]{0,32})"
 """Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
 
 TEXT = "(?s:.*)"
@@ -58,19 +58,19 @@ class CallShape:
     """How an answer without calls is written."""
 
 
-NAMED = '{"name": "$name", "arguments": $arguments}'
+NAMED_CALL = '{"name": "$name", "arguments": $arguments}'
 
 
 def list_between(begin: str, end: str, *, in_template: str = "") -> CallShape:
     """Return the shape of a list of objects between marks."""
-    return CallShape(NAMED, begin=f"{begin}[", join=", ", end=f"]{end}", in_template=in_template)
+    return CallShape(NAMED_CALL, begin=f"{begin}[", join=", ", end=f"]{end}", in_template=in_template)
 
 
 SEP = deepseek("sep")
 SECTION_MARKS = (deepseek("calls▁begin"), deepseek("calls▁end"))
 CALL_MARKS = (deepseek("call▁begin"), deepseek("call▁end"))
 
-SHAPES: dict[str, tuple[CallShape, ...]] = {
+CALL_SHAPES: dict[str, tuple[CallShape, ...]] = {
     "harmony": (
         CallShape(
             "<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
@@ -144,7 +144,7 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
         list_between("<|tool_call|>", "<|/tool_call|>", in_template="<|/tool_call|>"),
         list_between("<|tool_call|>", ""),
     ),
-    "hermes": (CallShape(f"<tool_call>\n{NAMED}\n</tool_call>", join="\n"),),
+    "hermes": (CallShape(f"<tool_call>\n{NAMED_CALL}\n</tool_call>", join="\n"),),
     "llama": (CallShape('{"name": "$name", "parameters": $arguments}', join="; "),),
 }
 """Shapes by format: the first whose text is in the chat template counts. Gemma has none: its objects are not JSON."""
@@ -152,7 +152,7 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
 
 def find_shape(format: str, template: str) -> CallShape | None:
     """Return the shape of a format's calls in a chat template; None if it cannot be forced."""
-    return next((shape for shape in SHAPES.get(format, ()) if shape.in_template in template), None)
+    return next((shape for shape in CALL_SHAPES.get(format, ()) if shape.in_template in template), None)
 
 
 class Rules:
@@ -204,7 +204,7 @@ class Rules:
     def json(self, schema: Any) -> str:
         """Return the name of a rule of JSON that follows a schema."""
         schema = {} if schema is True else {"not": {}} if schema is False else write_patterns(schema)
-        return self.add("%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}}))
+        return self.add("%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE_RULE}}))
 
     def fill(self, shape: str, **values: str) -> str:
         """Return an expression of a text, in which names after dollars stand for expressions."""

@@ -11,16 +11,16 @@ from attnmesh.serve.tool_formats import Tools
 MAX_TOOLS = 1024
 """Tools of a request at most."""
 
-MAX_CHARACTERS = 1 << 20
+MAX_TOOL_CHARACTERS = 1 << 20
 """Characters of all tools of a request at most."""
 
 MAX_SCHEMA_DEPTH = 32
 """Schemas inside each other at most."""
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Names of functions: OpenAI's, and points."""
 
-TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+JSON_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has schemas by name."""
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -41,7 +41,7 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         if more := function.keys() - {"name", "description", "parameters", "strict"}:
             raise wrong_value(f"{field}.function", "name, description, parameters and strict alone", sorted(more))
         name, description = function.get("name"), function.get("description")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
             raise wrong_value(
                 f"{field}.function.name", "1 to 64 of letters, digits, underscores, dashes and points", name
             )
@@ -59,8 +59,8 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             check_schema(f"{field}.function.parameters", parameters)
         for place, text in _texts(function, f"{field}.function"):
             characters += len(text)
-            if characters > MAX_CHARACTERS:
-                raise wrong_value(place, f"at most {MAX_CHARACTERS:,} characters of all tools", text)
+            if characters > MAX_TOOL_CHARACTERS:
+                raise wrong_value(place, f"at most {MAX_TOOL_CHARACTERS:,} characters of all tools", text)
 
 
 def properties_of(tools: list[dict[str, Any]]) -> Tools:
@@ -77,8 +77,8 @@ def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None
         raise wrong_value(field, f"a schema of at most {MAX_SCHEMA_DEPTH} inside each other", schema)
     types = schema.get("type", [])
     for kind in types if isinstance(types, list) else [types]:
-        if kind not in TYPES:
-            raise wrong_value(f"{field}.type", f"one of {', '.join(TYPES)}, or a list of them", types)
+        if kind not in JSON_TYPES:
+            raise wrong_value(f"{field}.type", f"one of {', '.join(JSON_TYPES)}, or a list of them", types)
     for keyword, kind in (("required", list), ("enum", list), ("description", str), ("title", str)):
         value = schema.get(keyword)
         if value is not None and (not isinstance(value, kind) or (keyword == "required" and not _are_names(value))):

@@ -12,7 +12,7 @@ from attnmesh.comm.topology import agreed_host_mailboxes, agreed_subgroup, dist_
 from attnmesh.core.partial import Partial
 from attnmesh.cost.rates import NO_LINK, Link
 from attnmesh.guard.agreement import agree_on_merges
-from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
+from attnmesh.setup.measured_ranks import IN_A_ROW, REPETITIONS, MeasuredRanks
 
 MERGE_BYTES = 16384
 """Bytes of a short message, as of a merge of 32 heads of 128 columns in float32."""
@@ -23,7 +23,7 @@ WORK = 512
 LEAST_ALONE = 1.5
 """Least `Device.alone` of ranks that share cores. Ranks with cores of their own may be slower too, by memory."""
 
-LONG_MESSAGE = 0.12
+LONG_MESSAGE_SECONDS = 0.12
 """Seconds that one long message should take at most."""
 
 
@@ -40,7 +40,7 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     many = world.short(lambda: _send_round(world, line, MERGE_BYTES, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _send_round(world, line, bytes_), 2)
-    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE / once)))
+    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE_SECONDS / once)))
     together = world.median(lambda: _send_round(world, line, bytes_), 3)
     alone = world.median(lambda: _send_round(world, line if index == 0 or not between else [], bytes_), 3)
     host_rate = most_ranks * bytes_ / max(together - latency, 1e-9)
@@ -73,7 +73,7 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
 
     work = partial_of(torch.mm, factor, factor)
     waits = []
-    for _ in range(2 * ROUNDS + 1):
+    for _ in range(2 * REPETITIONS + 1):
         together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]
         waits.append((together - sum(apart)) / IN_A_ROW)
     wait = statistics.median(waits[1:])

@@ -18,7 +18,7 @@ from attnmesh.runtime.memory import free_memory
 READ_SECONDS = 0.5
 """Seconds for which each rank reads: several periods of a limit on its cores."""
 
-TOKENS = {"cpu": 2**15, "cuda": 2**18}
+MEASURED_TOKENS = {"cpu": 2**15, "cuda": 2**18}
 """Tokens that are read by 8 heads of 64 columns in float32: more than a CPU of many cores, or a GPU, caches for one."""
 
 
@@ -50,7 +50,7 @@ def with_rates(cluster: Cluster, mesh: RankMesh, device: torch.device) -> Cluste
 
 def read_rates(mesh: RankMesh, device: torch.device) -> list[int]:
     """Return the bytes/s that each rank reads as a decode step does, by shard, while all read."""
-    shape = 2, 1, 8, TOKENS[device.type], 64
+    shape = 2, 1, 8, MEASURED_TOKENS[device.type], 64
     k, v = torch.zeros(shape, device=device, dtype=torch.float32).unbind()
     q = torch.zeros(1, 8, 1, 64, device=device, dtype=torch.float32)
     prepared = PreparedLocal.of(q, k, v, FULL, Scaling(0.125), "auto")

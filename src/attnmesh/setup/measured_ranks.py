@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.mesh.axes import Axis
 
-ROUNDS = 5
+REPETITIONS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
 
 IN_A_ROW = 6
@@ -52,7 +52,7 @@ class MeasuredRanks:
         return [*own_line[place:], *own_line[:place]]
 
     def median(
-        self, call: Callable[[], Any], rounds: int = ROUNDS, times: int = 1, *, until_all: bool = False
+        self, call: Callable[[], Any], rounds: int = REPETITIONS, times: int = 1, *, until_all: bool = False
     ) -> float:
         """Return the median seconds of `times` calls in a row, on the slowest rank. The first round is not counted.
 
@@ -75,7 +75,7 @@ class MeasuredRanks:
 
     def short(self, call: Callable[[], Any]) -> float:
         """Return the median seconds of a short call, measured over `IN_A_ROW` calls in a row."""
-        return self.median(call, 2 * ROUNDS, IN_A_ROW) / IN_A_ROW
+        return self.median(call, 2 * REPETITIONS, IN_A_ROW) / IN_A_ROW
 
     def synchronize(self, *, together: bool = True) -> None:
         """Wait for the device, and with `together` for the other ranks."""

@@ -20,10 +20,10 @@ from attnmesh.comm.failures import is_timeout
 from attnmesh.errors import ArgumentError, RankFailure
 from attnmesh.runtime.world import WORLD
 
-TIMEOUT = timedelta(minutes=30)
+GROUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of process groups, unless another is given."""
 
-POLL_INTERVAL = 0.02
+STORE_POLL_SECONDS = 0.02
 """Seconds between two reads of the store."""
 
 
@@ -34,7 +34,7 @@ def enter(
     ranks: int | None = None,
     *,
     seconds: float = 300.0,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta = GROUP_TIMEOUT,
 ) -> None:
     """Make the default process group once all ranks have come. They have `seconds` for that.
 
@@ -80,7 +80,7 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
             missing = [other for other in range(ranks) if not _word_at(store, _word_key("word", other))]
             missing = missing or (_behind(store, ranks, name) if mine in words else [0])
             raise RankFailure(missing, "entering", "world", f"not all {ranks} ranks came within {seconds:.0f} s")
-        time.sleep(POLL_INTERVAL)
+        time.sleep(STORE_POLL_SECONDS)
 
 
 def _publish_words(store: Store, ranks: int) -> None:

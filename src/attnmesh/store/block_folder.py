@@ -37,7 +37,7 @@ from attnmesh.store.tensor_file import (
 STORE_SUBJECT = "store"
 """First word of errors about a folder of blocks."""
 
-LOCK, WRITERS, NAME_TENSOR = "lock", "writers", "name"
+LOCK_FILE, WRITERS, NAME_TENSOR = "lock", "writers", "name"
 
 LAYERS_SUFFIX = ".layers.safetensors"
 """End of the name of a file with the configurations of layers."""
@@ -61,7 +61,7 @@ class FolderLock:
     On a file system without locks it keeps no process out.
     """
 
-    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0, shared: bool = False) -> None:
+    def __init__(self, folder: Path, name: str = LOCK_FILE, *, patience: float = 0.0, shared: bool = False) -> None:
         """Take the lock within `patience` seconds, or raise."""
         try:
             self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
@@ -87,7 +87,7 @@ class FolderLock:
 def check_seen(folder: Path, number: int) -> None:
     """Raise unless the lock of a folder has this number."""
     with suppress(OSError, ValueError):
-        if int((folder / LOCK).read_text(encoding="utf-8")) == number:
+        if int((folder / LOCK_FILE).read_text(encoding="utf-8")) == number:
             return
     given, fix = f"{folder} of another host", "name a folder on a disk that all ranks share"
     raise StoreError(STORE_SUBJECT, "a folder that all ranks see", given, fix)

@@ -16,11 +16,11 @@ from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.layer_files import TOKEN_INDEX
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
-HEADS = "heads"
+HEADS_TENSOR = "heads"
 """Name of the tensor with a file's index along the heads axis, and the number of ranks along it."""
 
 WINDOW_STARTS = "floors"
-"""Name of the tensor with the `WindowStart` of each layer, in the files of a state."""
+"""Name of the tensor with the `WindowStart` of each layer, in the files of a state. Files that exist have this name."""
 
 
 def groups_of(kv_caches: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
@@ -44,7 +44,7 @@ def name_of_group(kv_caches: Sequence[KVCache], group: Sequence[int]) -> str:
 def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
     """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
 
-    With `is_apart` each rank writes a file. That of a rank without tokens has `HEADS` alone.
+    With `is_apart` each rank writes a file. That of a rank without tokens has `HEADS_TENSOR` alone.
     """
     rows: dict[str, Tensor] = {}
     for group in groups_of(kv_caches, block):
@@ -61,7 +61,7 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
         heads_axis = kv_caches[0].own_shard.heads_axis if kv_caches else Axis(1, 0)
-        rows[HEADS] = torch.tensor([heads_axis.index, heads_axis.size], device="cpu")
+        rows[HEADS_TENSOR] = torch.tensor([heads_axis.index, heads_axis.size], device="cpu")
     if block.is_state:
         layers = [(kv_cache.config.mask, kv_cache.local_shards) for kv_cache in kv_caches]
         starts = [WindowStart() if mask is None else shards.window_start for mask, shards in layers]
@@ -147,7 +147,7 @@ class CacheFiller:
         """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
         shard, config = self.kv_caches[group[0]].own_shard, self.kv_caches[group[0]].config
         token_index = rows.get(name_of_group(self.kv_caches, group), needed[:0])
-        head_rank, head_ranks = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
+        head_rank, head_ranks = rows.get(HEADS_TENSOR, torch.tensor([0, 0], device="cpu")).tolist()
         if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
             raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
         saved_heads = Axis(head_ranks, head_rank).slice_of(config.kv_heads)

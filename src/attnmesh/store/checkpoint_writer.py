@@ -45,7 +45,7 @@ from attnmesh.store.tensor_file import (
     sync_folders,
 )
 
-TIMEOUT = 60.0
+PUBLISH_SECONDS = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
 MAX_PIECE_TOKENS = PIECE_TOKENS
@@ -305,8 +305,8 @@ def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if not try_lock(handle, TIMEOUT):
-            given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
+        if not try_lock(handle, PUBLISH_SECONDS):
+            given, fix = f"{path}, locked for {PUBLISH_SECONDS:g} s", "pass another folder, or end the other job"
             raise StoreError("save", "one save at a time in a folder", given, fix)
         yield
     finally:

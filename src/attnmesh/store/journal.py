@@ -20,6 +20,7 @@ import torch
 
 from attnmesh.core.digest import digest_each
 from attnmesh.errors import StoreError
+from attnmesh.runtime.private_file import open_without_links
 from attnmesh.store.locks import lock_for_cache
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
 
@@ -35,7 +36,7 @@ RECORD_BYTES = RECORD.size
 def read_file(path: Path) -> bytes:
     """Return the content of a file. Raise `StoreError` for what is no file, as a pipe that would never end."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = open_without_links(path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -104,8 +105,8 @@ class Journal:
         stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // RECORD_BYTES * RECORD_BYTES])]
         checks = self._digests([Record(*numbers[:5]) for numbers in fields])
-        for (*numbers, check, zero, zero_too), right in zip(fields, checks, strict=True):
-            if (check, zero, zero_too) != (right, 0, 0):
+        for (*numbers, stored, first_zero, second_zero), expected in zip(fields, checks, strict=True):
+            if (stored, first_zero, second_zero) != (expected, 0, 0):
                 raise self._damage_error(f"damage at byte {stop}")
             record = Record(*numbers)
             if serial is not None and record.serial != serial + 1:

@@ -13,7 +13,7 @@ from attnmesh.core.mask import FAR
 from attnmesh.errors import StoreError
 from attnmesh.store.tensor_file import DAMAGED_FIX, appearing, checked_size, sync_folders
 
-VERSION = 7
+MANIFEST_VERSION = 7
 
 MANIFEST = "cache.json"
 """Name of the manifest's file."""
@@ -89,7 +89,7 @@ class Manifest(NamedTuple):
             raise StoreError("save note", "a str", type(self.note).__name__, "pass json.dumps(note)")
         fields = {
             "format": "attnmesh cache",
-            "version": VERSION,
+            "version": MANIFEST_VERSION,
             "sizes": [config.to_code() for config in self.configs],
             "padded": self.padded,
             "more": self.has_extra,
@@ -126,13 +126,13 @@ def read_manifest(path: Path) -> Manifest:
         fields = _fields_in(path / MANIFEST)
         version = fields["version"]
         manifest, size_codes = _parse(fields)
-        if version != VERSION or not SAVE_NAME.fullmatch(manifest.name):
+        if version != MANIFEST_VERSION or not SAVE_NAME.fullmatch(manifest.name):
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        if version not in (None, VERSION):
+        if version not in (None, MANIFEST_VERSION):
             given = f"version {str(version)[:20]} in {path}"
             fix = "load it with the attnmesh that saved it, or prefill again"
-            raise StoreError("load", f"a cache of version {VERSION}", given, fix) from error
+            raise StoreError("load", f"a cache of version {MANIFEST_VERSION}", given, fix) from error
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:

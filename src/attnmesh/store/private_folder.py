@@ -3,16 +3,13 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from stat import S_IWGRP, S_IWOTH
 
 from attnmesh.errors import StoreError
+from attnmesh.runtime.private_file import is_of_this_user_alone
 from attnmesh.store.locks import lock_for_cache
 
 PRIVATE_FOLDER = 0o700
 """Mode of a folder of this user alone."""
-
-OTHERS_WRITE = S_IWGRP | S_IWOTH
-"""Bits of a mode that let other users write."""
 
 
 def make_folders(folder: Path) -> None:
@@ -27,8 +24,8 @@ def check_private(subject: str, folder: Path) -> None:
     status = folder.stat()
     if not folder.is_dir():
         raise StoreError(subject, "a folder", f"{folder}, a file", "pass another path")
-    is_own = status.st_uid == os.geteuid()
-    if not is_own or status.st_mode & OTHERS_WRITE:
+    if not is_of_this_user_alone(status):
+        is_own = status.st_uid == os.geteuid()
         given = f"{folder}, which others can write to" if is_own else f"{folder}, which is another's"
         fix = f"run chmod go-w {folder}, or take a folder of your own"
         raise StoreError(subject, "a folder that no other user may write to", given, fix)

@@ -27,7 +27,7 @@ from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.runtime.mapped_file import PAGE, MappedFile
 from attnmesh.runtime.memory import host_memory
 
-DTYPES = {
+DTYPES_BY_NAME = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -138,7 +138,7 @@ def header_of(
 
     The number of first bytes does not depend on the checksums: a file may get its checksums once its tensors are whole.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
     header: dict[str, Any] = {"__metadata__": {name: f"{checksum:+021d}" for name, checksum in checksums.items()}}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -252,7 +252,7 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     for name, fields in header.items():
         start, stop = (checked_size(x) for x in fields["data_offsets"])
         shape = tuple(checked_size(dim_size) for dim_size in fields["shape"])
-        dtype = DTYPES[fields["dtype"]]
+        dtype = DTYPES_BY_NAME[fields["dtype"]]
         large = len(shape) > MAX_DIMS or math.prod(max(dim_size, 1) for dim_size in shape) > MAX_SIZE
         if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} has a byte range that does not match its shape or the file")
@@ -271,8 +271,8 @@ def check_extra_tensors(extra_tensors: object) -> None:
     for name, x in extra_tensors.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
             raise StoreError("save more", "tensors by their names", f"{name!r}: {type(x).__name__}", fix)
-        if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > MAX_DIMS:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        if x.dtype not in DTYPES_BY_NAME.values() or x.layout != torch.strided or x.ndim > MAX_DIMS:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES_BY_NAME.values())
             expected = f"dense tensors of {dtypes}, of {MAX_DIMS} dims at most"
             given, fix = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims", "call .to_dense() and .to() on it"
             raise StoreError("save more", expected, given, fix)

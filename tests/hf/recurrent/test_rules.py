@@ -51,7 +51,7 @@ TOLERANCE = 2e-5
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute in segments shorter than shards, so that states pass from one segment to the next."""
-    monkeypatch.setattr(recurrent_rules, "SEGMENTS", dict.fromkeys(recurrent_rules.SEGMENTS, 32))
+    monkeypatch.setattr(recurrent_rules, "SEGMENT_TOKENS", dict.fromkeys(recurrent_rules.SEGMENT_TOKENS, 32))
 
 
 def module_of(family: str) -> ModuleType:

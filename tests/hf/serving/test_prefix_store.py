@@ -251,7 +251,7 @@ def store_on_unequal_ranks(folder: Path) -> None:
     longer = text + ids(250, seed=1)
     options: dict[str, Any] = {"shares": (3, 1), "max_rows": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnmesh.hf.cache.sharded_cache.ROUNDS", 1)
+        patch.setattr("attnmesh.hf.cache.sharded_cache.PREFILL_ROUNDS", 1)
         wanted = greedy(model, longer, NEW, cache=hf.ShardedCache(model.config, mesh, shares=(3, 1)))
         others = [ids(TEXT, seed=seed) for seed in range(2, 5)]  # for which the cache of the first is dropped
         for before, least in (([text, *others], 144), ([], 384)):  # then from the folder alone

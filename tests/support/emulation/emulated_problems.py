@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh_attention import mesh_op as operators
+from attnmesh.mesh_attention import mesh_runs as operators
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection

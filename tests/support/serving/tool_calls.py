@@ -7,8 +7,8 @@ from typing import Any
 from attnmesh.serve.answer_parts import AnswerPart, AnswerParts
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import SentToken, Text
-from attnmesh.serve.tool_formats import FORMATS
-from attnmesh.serve.tool_grammars import SHAPES
+from attnmesh.serve.tool_formats import FORMATS_BY_NAME
+from attnmesh.serve.tool_grammars import CALL_SHAPES
 from tests.support.serving.fake_engine import byte_tokenizer
 
 WEATHER: dict[str, Any] = {
@@ -29,7 +29,7 @@ TWO = "I look.\n" + "\n".join(
 
 def tokenizer_of(name: str, number: int = 0, *, special: bool, more: Iterable[str] = ()) -> Any:
     """Return a tokenizer whose template is one of a format, with the marks as tokens or without."""
-    shape, own = SHAPES[name][number], FORMATS[name]
+    shape, own = CALL_SHAPES[name][number], FORMATS_BY_NAME[name]
     tokenizer = byte_tokenizer("".join(own.in_template) + shape.in_template + "{{ messages }}{{ tools }}")
     if special:
         written = shape.begin + shape.call + shape.pair + shape.end + shape.content
@@ -51,8 +51,8 @@ PAIRED = {
     "glm": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>$value</arg_value>\n</tool_call>",
     "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="a">$value</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
-    "deepseek_v32": SHAPES["deepseek_v32"][0].begin
+    "deepseek_v32": CALL_SHAPES["deepseek_v32"][0].begin
     + '<\uff5cDSML\uff5cinvoke name="weather">\n<\uff5cDSML\uff5cparameter name="a" string="true">$value'
     + "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n"
-    + SHAPES["deepseek_v32"][0].end,
+    + CALL_SHAPES["deepseek_v32"][0].end,
 }

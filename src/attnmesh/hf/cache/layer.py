@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -268,7 +268,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
         """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
-        return [partial(kv_cache.steps_to_reorder, index) for kv_cache in self.kv_caches]
+        return [partial_of(kv_cache.steps_to_reorder, index) for kv_cache in self.kv_caches]
 
 
 def _cache_to_extend(kv_cache: KVCache | None, batch: int) -> KVCache | None:
@@ -294,7 +294,7 @@ class TailLayer(ShardedLayer):
     def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
         """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
         tensors = {name: x[index.to(x.device)] for name, x in self.tensors.items()}
-        return [*super().steps_to_reorder(index), partial(setattr, self, "tensors", tensors)]
+        return [*super().steps_to_reorder(index), partial_of(setattr, self, "tensors", tensors)]
 
     def reset(self) -> None:
         """Drop all tokens."""

@@ -1,7 +1,7 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, Fields
 from attnmesh.hf.cache.folder_layers import open_layers, recover_cache, restore_cache, save_cache
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
@@ -31,7 +31,7 @@ from attnmesh.mesh.axes import RankMesh
 BLOCK, LONG_BLOCK = 16, 128
 """Consecutive tokens that one rank holds, of a short and of a long prompt."""
 
-ROUNDS = 6
+PREFILL_ROUNDS = 6
 """Rounds of blocks in a long prompt, at least: ranks differ by less than a sixth of their tokens."""
 
 
@@ -139,7 +139,7 @@ class ShardedCache(StoredLayers):
     def choose_block(self, tokens: int) -> None:
         """Choose the block, if it was not given, by the length of the first prompt."""
         if self.block_is_free and not self.kv_caches:
-            block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+            block = LONG_BLOCK if tokens >= PREFILL_ROUNDS * LONG_BLOCK * self.ranks else BLOCK
             self.settings = replace(self.settings, block=block)
 
     @property
@@ -246,8 +246,7 @@ class ShardedCache(StoredLayers):
             ShapeError: The number is positive, or no int, or a layer has forgotten what it needs there.
         """
         length = self.get_seq_length()
-        kv_caches = self.kv_caches
-        with kv_caches[0].guard.agreement("crop", {"by": tokens_to_remove}) if kv_caches else nullcontext():
+        with self._agreement("crop", {"by": tokens_to_remove}):
             if type(tokens_to_remove) is not int or tokens_to_remove > 0:
                 fix = "pass length - cache.get_seq_length() to keep so many tokens"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
@@ -285,7 +284,7 @@ class ShardedCache(StoredLayers):
         """
         kv_caches = self.kv_caches
         index = beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx
-        with kv_caches[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kv_caches else nullcontext():
+        with self._agreement("reorder", lambda: {"to": beam_idx.tolist()}):
             for kv_cache in kv_caches:
                 kv_cache.check_order(index)
         for kv_cache in kv_caches:
@@ -333,6 +332,11 @@ class ShardedCache(StoredLayers):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """Return an independent cache on the same mesh, for two continuations of one prefix."""
         return self._copy(lambda kv_cache: deepcopy(kv_cache, memo))
+
+    def _agreement(self, name: str, fields: Fields) -> AbstractContextManager[object]:
+        """Return the agreement on a call; without layers that share tokens there is none."""
+        kv_caches = self.kv_caches
+        return kv_caches[0].guard.agreement(name, fields) if kv_caches else nullcontext()
 
     def _copy(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""

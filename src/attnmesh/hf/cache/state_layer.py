@@ -1,7 +1,7 @@
 """Layers of a `ShardedCache` that keep a recurrent state, whole on every rank: it does not grow with the tokens."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 from torch import Tensor
@@ -56,7 +56,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for name in ("conv_states", "recurrent_states"):
             states = getattr(self, name).items()
             reordered = {i: None if x is None else x.index_select(0, index.to(x.device)) for i, x in states}
-            steps.append(partial(setattr, self, name, reordered))
+            steps.append(partial_of(setattr, self, name, reordered))
         return steps
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 import torch
@@ -102,8 +102,8 @@ class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
         tokens = None if self.tokens is None else self.tokens[index.to(self.tokens.device)]
         mixed, reordered = replace(self.history, is_mixed=True), replace(self.history, tokens=tokens)
         layers = [layer for layer in self.layers if isinstance(layer, (ShardedLayer, StateLayer, CrossLayer))]
-        steps = [partial(layer.steps_to_reorder, index) for layer in layers]
-        unbroken([partial(setattr, self, "history", mixed), *steps, partial(setattr, self, "history", reordered)])
+        steps = [partial_of(layer.steps_to_reorder, index) for layer in layers]
+        unbroken([partial_of(setattr, self, "history", mixed), *steps, partial_of(setattr, self, "history", reordered)])
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""

@@ -112,9 +112,9 @@ def _family(kind: str, layer: str, fields: str, *, digest: str, is_gated: bool =
     )
 
 
-_FIELDS = f"{ATTENTION_FIELDS} rope_parameters"
-_DENSE = f"{_FIELDS} intermediate_size"
-_SPARSE = f"{_FIELDS} {EXPERT_FIELDS} head_dim"
+_ROPE_FIELDS = f"{ATTENTION_FIELDS} rope_parameters"
+_DENSE = f"{_ROPE_FIELDS} intermediate_size"
+_SPARSE = f"{_ROPE_FIELDS} {EXPERT_FIELDS} head_dim"
 
 FAMILIES = (
     _family("olmo_hybrid", "OlmoHybridGatedDeltaNet", _DENSE, digest="18248f3c6a87"),

@@ -22,16 +22,16 @@ from attnmesh.hf.recurrent.convolution import CONVOLUTION_SOURCE
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import stock_of, subclass
 
-ARGUMENTS = ("self", "relative_states", "query_positions", "key_positions")
+BIAS_ARGUMENTS = ("self", "relative_states", "query_positions", "key_positions")
 """Arguments of `InklingRelativeLogits`, whose biases depend on the distance alone."""
 
 
 def is_relative(module: Any) -> bool:
-    """Return whether a module is an `InklingRelativeLogits` with `ARGUMENTS`."""
+    """Return whether a module is an `InklingRelativeLogits` with `BIAS_ARGUMENTS`."""
     bases = (base for base in type(module).__mro__ if base.__name__ == "InklingRelativeLogits")
     stock = next((base for base in bases if base.__module__.startswith("transformers.models.inkling.modeling")), None)
     forward = getattr(stock, "forward", None)
-    return forward is not None and (*signature(forward).parameters,) == ARGUMENTS
+    return forward is not None and (*signature(forward).parameters,) == BIAS_ARGUMENTS
 
 
 def adds_bias(layer: Any) -> bool:
@@ -102,7 +102,7 @@ def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
     return ratio
 
 
-_FIELDS = (
+_INKLING_FIELDS = (
     f"{ATTENTION_FIELDS} head_dim intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok "
     "num_local_experts number_of_conv_states sliding_window swa_head_dim"
 )
@@ -110,7 +110,7 @@ _FIELDS = (
 FAMILIES = (
     Family(
         "inkling_text",
-        _FIELDS,
+        _INKLING_FIELDS,
         stores={
             "InklingAttention": "is_sliding rel_extent rel_logits_proj",
             "InklingShortConvolution": "conv_idx layer_idx",
@@ -132,5 +132,7 @@ FAMILIES = (
         prepare=prepare_relative,
         restore=restore_relative,
     ),
-    Family("inkling2_text", _FIELDS, window_prefix="swa_", refused="convolutions whose weights differ by token"),
+    Family(
+        "inkling2_text", _INKLING_FIELDS, window_prefix="swa_", refused="convolutions whose weights differ by token"
+    ),
 )

@@ -109,7 +109,7 @@ def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
     return Selected(config.index_topk_blocks, **sizes, heads=kv_heads, **counts)
 
 
-INDEXER = SubclassedModule(
+BLOCK_INDEXER = SubclassedModule(
     BlockIndexer,
     arguments=("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
     reads=(
@@ -125,7 +125,7 @@ FAMILIES = (
         "output_router_logits rope_parameters",
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
         layers={**INDEXED, "minimax_m3_sparse": LayerKind(indexed=True)},
-        subclassed={"MiniMaxM3VLIndexer": INDEXER},
+        subclassed={"MiniMaxM3VLIndexer": BLOCK_INDEXER},
         selection_argument="block_indices",
         read_selection=selected_blocks,
         planned_selection=_size,

@@ -121,7 +121,7 @@ def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
     return Selected(k, index_heads=heads, index_dim=width, block=ratio, **counts)
 
 
-INDEXER = SubclassedModule(
+POOLED_INDEXER = SubclassedModule(
     PooledIndexer,
     arguments=("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
     reads=(
@@ -142,7 +142,7 @@ FAMILIES = (
         uses=(RECURRENT_STATES,),
         layers={**RECURRENT, "indexed_attention": LayerKind(indexed=True, pooled=True)},
         recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
-        subclassed={"Qwen4ExpTextQSAIndexer": INDEXER},
+        subclassed={"Qwen4ExpTextQSAIndexer": POOLED_INDEXER},
         planned_selection=_size,
     ),
 )

@@ -4,7 +4,7 @@ Features do not grow with the text, so their keys and values are whole on every 
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
             return []
         index = index.to(self.keys.device)
         tensors = {"keys": self.keys[index], "values": self.values[index]}
-        return [partial(setattr, self, name, x) for name, x in tensors.items()]
+        return [partial_of(setattr, self, name, x) for name, x in tensors.items()]
 
 
 class SomeKeys(Opaque):

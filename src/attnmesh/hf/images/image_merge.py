@@ -19,7 +19,7 @@ from attnmesh.hf.images.spans import Span
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, RecognisedMask
 from attnmesh.hf.sharded_sequence import ShardedSequence
 
-PER_TOKEN = {
+PER_TOKEN_INPUTS = {
     *("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "vision_mask", "image_mask"),
     *("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"),
 }
@@ -148,7 +148,7 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     text_inputs = {key: value for key, value in arguments.items() if key not in ignored and value is not None}
     crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
     placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # the tokens of other features are unknown
-    unknown = sorted(text_inputs.keys() - PER_TOKEN - placed - crossed)
+    unknown = sorted(text_inputs.keys() - PER_TOKEN_INPUTS - placed - crossed)
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
     fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))
     if not fits:
@@ -195,7 +195,7 @@ def cut_argument(name: str, value: Any, index: Tensor, arguments: Mapping[str, A
         return value
     if name in PER_QUERY:
         return value[:, :, index]
-    if name in PER_TOKEN or name == "input_ids":
+    if name in PER_TOKEN_INPUTS or name == "input_ids":
         return value[:, index]
     visual: Tensor = next(arguments[mask] for mask in VISUAL if mask in arguments)
     rows = (visual.flatten().long().cumsum(0) - 1).view_as(visual)[:, index][visual[:, index]]

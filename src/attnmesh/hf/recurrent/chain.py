@@ -57,16 +57,16 @@ class Chain:
         parts: The parts, and the pieces of this rank's.
         entering: What the first rank keeps from the tokens before the first part, in the order in which the layer asks
             for it; None if there are none.
-        kept: Tokens that a convolution leaves beyond those that it reads, for a cache.
+        kept_tokens: Tokens that a convolution leaves beyond those that it reads, for a cache.
     """
 
-    def __init__(self, parts: ChainParts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
+    def __init__(self, parts: ChainParts, entering: Sequence[Tensor] | None = None, kept_tokens: int = 0) -> None:
         self.axis = parts.axis
         self.owners = parts.owners
         self.lengths = parts.lengths
         self.before = parts.before
         self.resets = parts.resets
-        self.kept = kept
+        self.kept_tokens = kept_tokens
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
         self.document_lengths = parts.document_lengths if self.tokens else [1]
@@ -79,17 +79,17 @@ class Chain:
     def halo(self, x: Tensor, size: int) -> Tensor:
         """Return the `size` tokens before this rank's part `x`, (batch, channels, tokens). Collective."""
         x = x if self.tokens else x[:, :, :0]
-        width = size + self.kept
+        width = size + self.kept_tokens
         owners, lengths, own_tokens = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
             owners, lengths = [owners[0], *owners], [width, *lengths]
             own_tokens = torch.cat([self._entering.popleft(), x], 2) if self.index == 0 else x
         halo = halo_of_parts(own_tokens, width, self.axis, owners, lengths, dim=2)
         halo = halo.narrow(2, halo.shape[2] - width, width)
-        if self.kept or self._is_last:
+        if self._fills_cache or self._is_last:
             joined = torch.cat([halo, x], 2)
             self.leaving.append(joined.narrow(2, joined.shape[2] - width, width))
-        return halo.narrow(2, self.kept, size)
+        return halo.narrow(2, self.kept_tokens, size)
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
@@ -107,7 +107,7 @@ class Chain:
         entered = torch.zeros_like(part.bias)
         if is_first:
             entered = self._entering.popleft()
-            entered = convert(entered).to(part.bias.dtype) if self.kept else entered
+            entered = convert(entered).to(part.bias.dtype) if self._fills_cache else entered
         element = AffineMap(part.linear, part(entered)) if is_first and not resets else part
         state = scan(element, self.axis, self.owners, linear_needs_grad=False, resets=self.resets).bias + entered
         if self._is_last:
@@ -116,6 +116,10 @@ class Chain:
             return state
         # A document begins with this part, from zero. The zeros depend on the scan: all ranks need the same graph.
         return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0)
+
+    @property
+    def _fills_cache(self) -> bool:
+        return self.kept_tokens > 0
 
     @property
     def _is_last(self) -> bool:
@@ -215,11 +219,11 @@ current_chain: ContextVar[Chain | HeadChain] = ContextVar("attnmesh chain of a r
 
 
 @contextmanager
-def running(chain: AnyChain) -> Iterator[AnyChain]:
+def running(layer_chain: AnyChain) -> Iterator[AnyChain]:
     """Run a recurrent layer on this rank's part of a chain."""
-    token = current_chain.set(chain)
+    token = current_chain.set(layer_chain)
     try:
-        yield chain
+        yield layer_chain
     finally:
         current_chain.reset(token)
 

@@ -24,13 +24,13 @@ UNCHANGED = ("apply_mask_to_padding_states", "causal_conv1d_update")
 MASKS = ("attention_mask", "conv_mask")
 """Names of the padding among the arguments of recurrent layers."""
 
-PER_TOKEN = ("hidden_states", "input_states", "position_ids", *MASKS)
+PER_TOKEN_ARGUMENTS = ("hidden_states", "input_states", "position_ids", *MASKS)
 """Arguments of recurrent layers with one value per token, along dim 1."""
 
 CACHES = ("cache_params", "past_key_values")
 """Names of the cache among the arguments of recurrent layers."""
 
-ARGUMENTS = ("self", "activations", *PER_TOKEN, *CACHES, "position_embeddings", "use_cache", "kwargs")
+LAYER_ARGUMENTS = ("self", "activations", *PER_TOKEN_ARGUMENTS, *CACHES, "position_embeddings", "use_cache", "kwargs")
 """All arguments of recurrent layers."""
 
 
@@ -73,7 +73,7 @@ def _misfits(layer: nn.Module, kind: Recurrence) -> Iterator[tuple[str, str, str
             yield f"{name}({', '.join(expected)})", f"{installed} with {name}({', '.join(parameters)})", fix
     for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *UNCHANGED}):
         yield "a forward of known functions", f"{installed}, in which it calls {name}", fix
-    for name in sorted(signature(forward).parameters.keys() - {*ARGUMENTS}):
+    for name in sorted(signature(forward).parameters.keys() - {*LAYER_ARGUMENTS}):
         yield "a forward of known arguments", f"{installed}, in which it takes {name}", fix
     if kind.forward is not None:
         for name in sorted({name for name, _ in layer.named_children()} - {*kind.reads}):

@@ -27,7 +27,7 @@ from attnmesh.hf.recurrent.functions import (
     CACHES,
     MASKS,
     NOTHING,
-    PER_TOKEN,
+    PER_TOKEN_ARGUMENTS,
     check_layer,
     forward_on_shards,
     recurrence_of,
@@ -121,7 +121,7 @@ def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], seq
     states = (_kind(layer).states or PrefillStates)(arguments[name], layer)
     mask = None if sequence.token_mask is None else sequence.token_mask[:, sequence.positions() - sequence.start]
     arguments |= {name: states, _mask_name(arguments): mask}
-    with running(Chain(parts, states.entering(), kept=1)) as chain:
+    with running(Chain(parts, states.entering(), kept_tokens=1)) as chain:
         out = _run_part(run, arguments, 0, chain.tokens, _kind(layer).outputs)
     states.store(chain)
     return out
@@ -130,7 +130,7 @@ def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], seq
 def _run_part(run: Callable[..., Any], arguments: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
     """Return the layer's output for some of this rank's tokens. A rank without tokens computes one, to exchange."""
     part = dict(arguments)
-    for name in (name for name in PER_TOKEN if isinstance(arguments.get(name), Tensor)):
+    for name in (name for name in PER_TOKEN_ARGUMENTS if isinstance(arguments.get(name), Tensor)):
         x = arguments[name]
         part[name] = x[:, first : first + tokens] if tokens else x.new_zeros(len(x), 1, *x.shape[2:])
     out = run(**part)

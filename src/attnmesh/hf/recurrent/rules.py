@@ -27,7 +27,7 @@ from attnmesh.recurrent.scan import AffineMap
 Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
 
-SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
+SEGMENT_TOKENS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU, whose temporaries stay in its caches.
 
 Other devices take 8 times as many: fewer launches, for more memory.
@@ -139,7 +139,7 @@ def link_of_documents(links: Sequence[StateLink], dim: int) -> StateLink:
 
 def steps_of(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
     """The tokens of each step of a rule, on the device of a tensor."""
-    size = SEGMENTS[rule] * (1 if x.is_cpu else 8)
+    size = SEGMENT_TOKENS[rule] * (1 if x.is_cpu else 8)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 

@@ -19,7 +19,7 @@ CHUNK_SECONDS = 10.0
 STORE_SHARE = 0.5
 """Share of the spare seconds for copies of blocks. A chunk of a prompt gets the others."""
 
-EMA_WEIGHT = 0.3
+PACE_EMA_WEIGHT = 0.3
 """Weight of the last time or rate in a moving average: a larger one follows changes sooner, and errors too."""
 
 
@@ -69,4 +69,4 @@ class ChunkPace:
 
 
 def _mean(before: float, seconds: float) -> float:
-    return (1 - EMA_WEIGHT) * before + EMA_WEIGHT * seconds if before else seconds
+    return (1 - PACE_EMA_WEIGHT) * before + PACE_EMA_WEIGHT * seconds if before else seconds

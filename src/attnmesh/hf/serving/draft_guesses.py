@@ -23,15 +23,15 @@ from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Operati
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
-"""Acceptance rate that is assumed before any guess is checked, and after `RETRY_AFTER` steps without guesses."""
+"""Acceptance rate that is assumed before any guess is checked, and after `STEPS_BEFORE_RETRY` steps without guesses."""
 
 FIRST_PROPOSED = 3.0
 """Guesses that a row is credited with at its start, so that a few wrong ones do not turn it off."""
 
-RETRY_AFTER = 64
+STEPS_BEFORE_RETRY = 64
 """Steps without guesses after which the draft guesses for a row again. A lower number wastes more steps."""
 
-EMA_WEIGHT = 0.2
+SHARE_EMA_WEIGHT = 0.2
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
 TRIAL_DRAFT = 2
@@ -43,7 +43,7 @@ LAG = 96
 SHORTEST_CHUNK, LONGEST_CHUNK = 64, 2048
 """Fewest and most tokens of a chunk that the draft reads beside a step."""
 
-KEPT = 16
+MAX_ENDED_CACHES = 16
 """Most caches of ended rows that are kept, for later rows that begin alike."""
 
 
@@ -130,9 +130,9 @@ class DraftGuesser(Guesser):
         return {**self.counts, "draft_cache_bytes": self.worker.nbytes}
 
     def release(self) -> bool:
-        """Drop the caches of ended rows. If there are none, drop all, and read nothing for `RETRY_AFTER` steps."""
+        """Drop the caches of ended rows. Without any, drop all, and read nothing for `STEPS_BEFORE_RETRY` steps."""
         cache_ids = [*self.kept_caches.kept] or [*self.worker.caches]
-        self.rest = self.rest if self.kept_caches.kept else RETRY_AFTER
+        self.rest = self.rest if self.kept_caches.kept else STEPS_BEFORE_RETRY
         self._drop(cache_ids)
         return bool(cache_ids)
 
@@ -175,10 +175,10 @@ class DraftGuesser(Guesser):
         if row is None:
             row = self.rows[request.cache_id] = DraftRow(request, fails=request.images is not None)
         elif not row.idle:
-            self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
+            self.usual_rate += SHARE_EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
             guesses.assume_rate(self.usual_rate, FIRST_PROPOSED)
-        if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
+        if row.idle >= STEPS_BEFORE_RETRY and not row.is_worth and not times.debt:
             row.idle = 0
             guesses.assume_rate(FIRST_RATE, FIRST_PROPOSED)
         return row
@@ -201,7 +201,7 @@ class DraftGuesser(Guesser):
         return 0 if self.footprint is None else self.footprint(tokens)
 
     def _drop_gone(self) -> None:
-        """Keep the caches of the last `KEPT` rows that have ended, and drop those of earlier ones."""
+        """Keep the caches of the last `MAX_ENDED_CACHES` rows that have ended, and drop those of earlier ones."""
         gone = {
             cache_id: row
             for cache_id, row in self.rows.items()
@@ -212,7 +212,7 @@ class DraftGuesser(Guesser):
             if row.read and not row.is_reading:
                 self.kept_caches.keep(cache_id, row.request.salt)
         unread = [cache_id for cache_id, row in gone.items() if row.is_reading]
-        self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
+        self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - MAX_ENDED_CACHES)])
 
     def _drop(self, cache_ids: Sequence[int], *, fails: bool = False) -> None:
         """Drop caches. The texts of their rows are read again later, unless `fails`."""

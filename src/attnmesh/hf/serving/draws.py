@@ -12,7 +12,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-WORDS, MIDDLE, TWIST = 624, 397, 0x9908B0DF
+STATE_WORDS, MIDDLE, TWIST = 624, 397, 0x9908B0DF
 """Words of the state, the word that is added to the first, and the coefficients of the twist."""
 
 FEW = 1 << 18
@@ -24,7 +24,7 @@ DEGREE = 19937
 ROUNDING_RATIO = 1 + 1e-5
 """Ratio of the two largest quotients below which rounding may decide. PyTorch then draws the token itself."""
 
-STATE = slice(24, 24 + 8 * WORDS)
+STATE = slice(24, 24 + 8 * STATE_WORDS)
 """Bytes of the words in the state of PyTorch's generator, after seed and counters."""
 
 
@@ -100,16 +100,16 @@ def _words_of_draw(vocabulary: int) -> int:
 
 def _apply_jump(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
     """Return the words of a state after a jump: sums of the words at the selected places."""
-    words = np.empty(DEGREE + WORDS, np.uint32)
-    words[:WORDS] = state
-    step = WORDS - MIDDLE
+    words = np.empty(DEGREE + STATE_WORDS, np.uint32)
+    words[:STATE_WORDS] = state
+    step = STATE_WORDS - MIDDLE
     for first in range(0, DEGREE, step):
         size = min(step, DEGREE - first)
         high, low = words[first : first + size], words[first + 1 : first + 1 + size]
         joined = high & 0x80000000 | low & 0x7FFFFFFF
         new = joined >> 1 ^ (joined & 1) * np.uint32(TWIST) ^ words[first + MIDDLE : first + MIDDLE + size]
-        words[first + WORDS : first + WORDS + size] = new
-    jumped: np.ndarray = np.bitwise_xor.reduce(sliding_window_view(words, WORDS)[selected], axis=0)
+        words[first + STATE_WORDS : first + STATE_WORDS + size] = new
+    jumped: np.ndarray = np.bitwise_xor.reduce(sliding_window_view(words, STATE_WORDS)[selected], axis=0)
     return jumped
 
 
@@ -137,12 +137,12 @@ def _polynomial() -> tuple[int, ...]:
 
     It is UV^31 + a_0 UV^30 + ... + a_30 U + a_31, where U = t^624 + t^397, V = U / t, and a_i are the twist's bits.
     """
-    u = 1 << WORDS | 1 << MIDDLE
+    u = 1 << STATE_WORDS | 1 << MIDDLE
     total = TWIST >> 31 & 1
     term = u
     for power in range(32):
         total ^= term if power == 31 or TWIST >> (30 - power) & 1 else 0
-        term = term << WORDS - 1 ^ term << MIDDLE - 1
+        term = term << STATE_WORDS - 1 ^ term << MIDDLE - 1
     return tuple(place for place in range(DEGREE) if total >> place & 1)
 
 

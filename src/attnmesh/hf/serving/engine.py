@@ -39,14 +39,14 @@ from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
-from attnmesh.hf.serving.step_exchange import END, StepExchange, can_be_sent
+from attnmesh.hf.serving.step_exchange import END_OF_STEPS, StepExchange, can_be_sent
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 
 IDLE_POLL_SECONDS = 1.0
 """Seconds between exchanges while an engine is idle. An exchange finds that a rank is lost."""
 
-POLL_SECONDS, WRITING_POLL_SECONDS = 0.005, 0.05
+WAITING_POLL_SECONDS, WRITING_POLL_SECONDS = 0.005, 0.05
 """Seconds between exchanges while an engine waits for memory or for files to read, and while it writes files."""
 
 SUBJECT = "hf.Engine"
@@ -294,7 +294,7 @@ class Engine:
             while not self.closing:
                 self._step()
             self.scheduler.end_all("cancelled")
-            self._run_on_all(END)
+            self._run_on_all(END_OF_STEPS)
         except BaseException as error:
             self.error = error
             raise
@@ -312,7 +312,7 @@ class Engine:
         try:
             while not ended:
                 operations, _ = self.step_exchange.exchange([], self.worker.step_report)
-                ended = operations == END
+                ended = operations == END_OF_STEPS
                 if not ended:
                     self._run(operations, None)
         finally:
@@ -340,7 +340,7 @@ class Engine:
         self._receive(self.pause_seconds if self.scheduler.busy else idle)
         self.scheduler.update_requests()
         step = self.scheduler.plan()
-        self.pause_seconds = 0.0 if step.operations else POLL_SECONDS
+        self.pause_seconds = 0.0 if step.operations else WAITING_POLL_SECONDS
         with count_traffic() as traffic:
             results = self._run_on_all(step.operations, None if step.starting is None else step.starting.images)
         self.step_seconds += sum(results.seconds.values())
@@ -363,7 +363,7 @@ class Engine:
         operations, reports = self.step_exchange.exchange(operations, self.worker.step_report)
         self.scheduler.receive_reports(reports)
         self.exchanges += 1
-        return StepResults() if operations == END else self._run(operations, images)
+        return StepResults() if operations == END_OF_STEPS else self._run(operations, images)
 
     def _run_between_steps(self, operations: list[Operation]) -> StepResults:
         """Run operations of the draft model on all ranks, before rank 0 plans a step. Reports wait for the step."""

@@ -199,13 +199,13 @@ class GrammarState:
     def _check(self, expected: str) -> None:
         """Raise if the grammar has failed."""
         if self.matcher.is_error():
-            raise GrammarError(self.grammar.field, expected, cause_of(self.matcher.get_error()), "simplify it")
+            raise GrammarError(self.grammar.field, expected, grammar_fault(self.matcher.get_error()), "simplify it")
 
 
-def cause_of(error: str) -> str:
+def grammar_fault(error: str) -> str:
     """Return the line of an error of llguidance that tells its cause. A pattern's stands after the pattern.
 
-    >>> cause_of("at 3(5): regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n  1 | start: r0")
+    >>> grammar_fault("at 3(5): regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n  1 | start: r0")
     'at 3(5): regex parse error: unclosed group'
     """
     first, *more = error.strip().splitlines() or ["another"]

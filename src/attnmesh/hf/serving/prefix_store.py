@@ -22,7 +22,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_folder import STORE_SUBJECT, WRITERS, BlockFolder, FolderLock, check_seen, make_private_folder
 from attnmesh.store.block_names import BLOCK_GRAIN, HASH_BYTES
 
-VERSION = 1
+KEYS_VERSION = 1
 """Version of the rules by which keys are computed and stored. Blocks of another version are not found."""
 
 RELEASE_SECONDS = 10.0
@@ -117,7 +117,7 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
         weights = [numbers[0] for numbers in dist_all_gather_ints(weights, mesh.axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     cache_options = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
-    parts = [VERSION, __version__, transformers_version, store.source, weights, config, cache_options]
+    parts = [KEYS_VERSION, __version__, transformers_version, store.source, weights, config, cache_options]
     return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=HASH_BYTES).hexdigest()
 
 

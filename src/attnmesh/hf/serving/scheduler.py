@@ -1,7 +1,7 @@
 """The scheduler of an engine: it plans steps, and applies their results."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 from time import perf_counter
 
 from torch import Tensor
@@ -337,7 +337,7 @@ class Scheduler:
         for request in rows:
             request.guesses.compare(request.answer)
         start = perf_counter()
-        self.guesser.guess(rows, self.step_times, partial(self.memory.free, StepPlan()))
+        self.guesser.guess(rows, self.step_times, partial_of(self.memory.free, StepPlan()))
         self.guess_seconds = perf_counter() - start
 
     def _fit_rows(self, step: StepPlan) -> bool:

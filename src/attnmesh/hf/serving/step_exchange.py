@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from attnmesh.mesh.axes import RankMesh
 ValueCode = Sequence[Any]
 """Name, dtype and shape of a tensor; for any other value its name, None and the value."""
 
-END: list[Operation] = [EndOfSteps()]
+END_OF_STEPS: list[Operation] = [EndOfSteps()]
 """Operations that end an engine."""
 
 FIRST_MESSAGE = 128
@@ -92,7 +92,7 @@ class StepExchange:
             x = shared[name] = x.to(device).contiguous()
             for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # to peers, then along the mesh
                 if axis.size > 1:
-                    send = partial(dist.broadcast, group_src=0)
+                    send = partial_of(dist.broadcast, group_src=0)
                     run_collective(axis, "sharing values of a step", send, x.flatten().view(torch.uint8))
         return shared
 

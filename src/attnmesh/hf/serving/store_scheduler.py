@@ -16,7 +16,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import InputError, warn_once
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
-from attnmesh.hf.serving.chunk_pace import EMA_WEIGHT
+from attnmesh.hf.serving.chunk_pace import PACE_EMA_WEIGHT
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.operations import (
     BlockToRead,
@@ -449,7 +449,7 @@ class StoreScheduler:
             raise error  # caches are not as rank 0 knows them
         seconds = results.seconds.get(SaveBlocks)
         if seconds and self.copied:
-            self.copy_rate += EMA_WEIGHT * (self.copied / seconds - self.copy_rate)
+            self.copy_rate += PACE_EMA_WEIGHT * (self.copied / seconds - self.copy_rate)
         if results.error_of(OpenStored) is not None:  # there was no memory: all ranks have raised
             self.loading = None
             self.tiers.pin(())

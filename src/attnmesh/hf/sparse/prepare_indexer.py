@@ -12,15 +12,15 @@ from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import stock_of, subclass
 
-HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+INDEXER_HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 """Hooks of the indexers that can run on shards."""
 
 
 def prepare_indexers(model: nn.Module) -> None:
     """Make the indexers of a model able to run on a mesh, unless they already are."""
     for module in model.modules():
-        if is_indexer(module) and module not in HOOKS:
-            HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
+        if is_indexer(module) and module not in INDEXER_HOOKS:
+            INDEXER_HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
         elif (record := known_subclass_of(module)) is not None:
             stock: type = type(module)
             module.__class__ = subclass(stock, record.base, __reduce_ex__=_reduce)
@@ -28,8 +28,8 @@ def prepare_indexers(model: nn.Module) -> None:
 
 def restore_indexer(module: nn.Module) -> None:
     """Remove the hook of an indexer, and give it its own class back, if `prepare_indexers` changed it."""
-    if module in HOOKS:
-        HOOKS.pop(module).remove()
+    if module in INDEXER_HOOKS:
+        INDEXER_HOOKS.pop(module).remove()
     if isinstance(module, tuple(record.base for record in known_subclassed().values())):
         module.__class__ = stock_of(module)
 

@@ -15,7 +15,7 @@ from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shard_tensors import METADATA_FUNCTIONS, DispatchedTensor
 
-KEYS = 2**31
+RECORDED_KEYS = 2**31
 """Length of the dim of keys while scores are recorded: no other dim is as long, so `topk` can tell the keys."""
 
 KEYWISE = {"transpose", "float", "unsqueeze", "squeeze", "matmul", "mul", "relu"}
@@ -84,7 +84,7 @@ class IndexScores(DispatchedTensor):
     @classmethod
     def keys(cls, new: Tensor, source: KeySource) -> "IndexScores":
         """Return a record of keys with the width and dtype of `new`, (batch, tokens, dim)."""
-        blank = torch.empty(new.shape[0], KEYS, new.shape[2], dtype=new.dtype, device="meta")
+        blank = torch.empty(new.shape[0], RECORDED_KEYS, new.shape[2], dtype=new.dtype, device="meta")
         return cls.of(blank, source=source, recorded=lambda keys, _: keys)
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +102,7 @@ class IndexScores(DispatchedTensor):
             name == "topk"
             and self.recognised is not None
             and self.ndim == 3
-            and self.shape[2] == KEYS
+            and self.shape[2] == RECORDED_KEYS
             and _is_last(kwargs)
         ):
             return TopK(self.source.select(self, args[1]))

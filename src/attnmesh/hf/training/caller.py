@@ -7,7 +7,6 @@ being called, with their arguments. So a model needs no hook.
 
 import sys
 from inspect import signature
-from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import compare_weights
 from attnmesh.hf.models import SUBJECT, check_implementation, check_tokens
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shard_tensors import MODULE_CALL, ShardIds, ShardPositions, ShardTensor, WholeIds
+from attnmesh.hf.shard_tensors import ShardIds, ShardPositions, ShardTensor, WholeIds, frame_of_module
 from attnmesh.hf.sharded_sequence import FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
@@ -110,11 +109,11 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         check("position_ids", isinstance(positions, ShardPositions), given)
     labels = arguments.get("labels")
     fix = "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
-    is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
-    check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
+    is_other = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
+    check("labels", not is_other, "others, which the model would shift inside of this rank's shard", fix)
     targets = arguments.get("shift_labels")
-    is_own = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
-    check("shift_labels", not is_own, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
+    is_plain = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
+    check("shift_labels", not is_plain, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
     cuts = [(x.sequence.layout, x.sequence.length) for x in arguments.values() if isinstance(x, ShardTensor)]
     check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
     is_alone = isinstance(labels, GuardedLabels) and targets is None
@@ -146,12 +145,10 @@ def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_range
 def _called_modules() -> list[CalledModule]:
     """Return the modules that are being called, from the outermost to the innermost."""
     called_modules: list[CalledModule] = []
-    frame: FrameType | None = sys._getframe()
+    frame = frame_of_module(sys._getframe())
     while frame is not None:
-        # Only these frames are read: Python before 3.13 keeps the locals of each frame that is.
-        if frame.f_code.co_name == MODULE_CALL:
-            variables = frame.f_locals
-            args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
-            called_modules.append(CalledModule(variables["self"], args, kwargs))
-        frame = frame.f_back
+        variables = frame.f_locals  # of no other frame: Python before 3.13 keeps the locals of each one that is read
+        args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
+        called_modules.append(CalledModule(variables["self"], args, kwargs))
+        frame = frame_of_module(frame.f_back)
     return called_modules[::-1]

@@ -27,17 +27,17 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cu
 MAX_ROWS = 64
 """Query rows of a key head up to which a rectangle is one call, and the kernel is the choice of "auto"."""
 
-CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
+ATTEND_CALL, ATTEND_FIXED, ATTEND_STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
 STRIDES_START = struct.calcsize("10q")
-"""Bytes of `FIXED` before the strides of `out`: ten sizes and codes."""
+"""Bytes of `ATTEND_FIXED` before the strides of `out`: ten sizes and codes."""
 
-STRIDES_STOP = STRIDES_START + STRIDES.size
-"""Bytes of `FIXED` up to the end of the strides of `out`."""
+STRIDES_STOP = STRIDES_START + ATTEND_STRIDES.size
+"""Bytes of `ATTEND_FIXED` up to the end of the strides of `out`."""
 
 PART_FIELDS = struct.Struct("2q")
-"""Last fields of `FIXED`: the first run of a part of the keys, and the runs of all parts."""
+"""Last fields of `ATTEND_FIXED`: the first run of a part of the keys, and the runs of all parts."""
 
 RUN = 2048
 """Keys of a task in `attend.cpp`. Parts of a multiple of `RUN` keys have the bits of one call."""
@@ -121,7 +121,7 @@ class BoundNative(NamedTuple):
     """A launch of the native kernel, for calls that differ only in their memory, their keys and what a row sees."""
 
     fields: bytes
-    """Those of `FIXED`."""
+    """Those of `ATTEND_FIXED`."""
     out_shape: tuple[int, ...]
     """Shape of the partial's `out`, as `blank` returns it."""
     out_strides: tuple[int, ...]
@@ -169,7 +169,7 @@ class BoundNative(NamedTuple):
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
         low, high = (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
-        call = CALL.pack(
+        call = ATTEND_CALL.pack(
             q.data_ptr(),
             k.data_ptr() + first * k_strides[2] * k.itemsize,
             v.data_ptr() + first * v_strides[2] * k.itemsize,
@@ -186,7 +186,7 @@ class BoundNative(NamedTuple):
         )
         fields = self.fields
         if strides != self.out_strides:
-            fields = fields[:STRIDES_START] + STRIDES.pack(*strides[:3]) + fields[STRIDES_STOP:]
+            fields = fields[:STRIDES_START] + ATTEND_STRIDES.pack(*strides[:3]) + fields[STRIDES_STOP:]
         code = cast(Function, library().attend)(call + fields)
         if code < 0:
             raise error_of(code)
@@ -210,5 +210,5 @@ def _bound_to(
     scales = (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
-    fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap, 0, 0)
+    fields = ATTEND_FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap, 0, 0)
     return BoundNative(fields, (batch, heads, tokens, width), strides, lse_shape)

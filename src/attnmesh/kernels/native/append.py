@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.kernels.native.build import library
 
-FIELDS = struct.Struct("6P23q")
+APPEND_FIELDS = struct.Struct("6P23q")
 """Fields of `Append` in `cache.cpp`."""
 
 FILE_FIELDS = struct.Struct("5P7q")
@@ -32,7 +32,7 @@ def native_append(
     if strides[3::4] != (1, 1, 1, 1):
         return False
     batch, heads, tokens, width = new_keys.shape
-    fields = FIELDS.pack(
+    fields = APPEND_FIELDS.pack(
         keys.data_ptr(),
         values.data_ptr(),
         new_keys.data_ptr(),

@@ -21,18 +21,16 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.runtime.machine import cache_folder, cpu_facts
+from attnmesh.runtime.private_file import OTHERS_WRITE, is_of_this_user_alone, open_without_links
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
-FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
+COMPILER_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
 
 MAX_COMPILE_SECONDS = 120
 """Most seconds of a compilation."""
-
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-"""Bits of a mode that let other users write."""
 
 CHECKSUM_SIZE = sha256().digest_size
 """Bytes after a library."""
@@ -94,7 +92,12 @@ def _built() -> Path:
     version = _output([compiler, "--version"])
     sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
     processor = cpu_facts("model name", "flags", "Features", "CPU part") or [platform.processor()]
-    facts = [version, "\n".join(processor), " ".join(FLAGS), *platform.libc_ver()]  # these decide what is compiled
+    facts = [
+        version,
+        "\n".join(processor),
+        " ".join(COMPILER_FLAGS),
+        *platform.libc_ver(),
+    ]  # these decide what is compiled
     key = sha256(b"\0".join([*sources, *(fact.encode() for fact in facts)])).hexdigest()[:16]
     kept = cache_folder()
     if kept is None:
@@ -129,9 +132,9 @@ def _keep_others_out(folder: Path) -> None:
 def _is_whole(file: Path) -> bool:
     """Return whether a file is one that this user has compiled, all of it, and that nobody else may write."""
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        with os.fdopen(open_without_links(file), "rb") as opened:
             status = os.fstat(opened.fileno())
-            own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE and stat.S_ISREG(status.st_mode)
+            own = is_of_this_user_alone(status) and stat.S_ISREG(status.st_mode)
             content = opened.read() if own else b""
     except OSError:
         return False
@@ -143,7 +146,7 @@ def _compile(compiler: str, folder: Path, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         library = Path(scratch) / "native.so"
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-        _output([compiler, *FLAGS, native, *map(str, SOURCES), "-o", str(library)])
+        _output([compiler, *COMPILER_FLAGS, native, *map(str, SOURCES), "-o", str(library)])
         checksum = sha256(library.read_bytes()).digest()
         with library.open("ab") as opened:
             opened.write(checksum)  # loaders read no further than the sections

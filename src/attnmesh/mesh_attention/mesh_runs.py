@@ -1,4 +1,4 @@
-"""Attention on a mesh, with gradients.
+"""The ways to run attention on a mesh: on one rank, as a task, recorded by autograd, or as an operator of a graph.
 
 A function of autograd runs an `AttentionSpec`, and in a traced graph an operator. Between forward and backward only
 tensors of a shard's size are kept.
