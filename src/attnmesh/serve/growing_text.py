@@ -11,12 +11,15 @@ Reader = Generator[Any, None, T]
 
 _SPACE = r"[ \t\n\r]*+"
 _STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
-_PLAIN = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null"
+_SCALAR = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null"
 
-VALUE = re.compile(rf"{_SPACE}(?:([{{\[])|{_STRING}|{_PLAIN})")
+VALUE = re.compile(rf"{_SPACE}(?:([{{\[])|{_STRING}|{_SCALAR})")
 """A value of JSON, or the bracket at which one begins."""
-FIRST = {"{": re.compile(rf"{_SPACE}(?:{_STRING}{_SPACE}:|(}}))"), "[": re.compile(rf"(?:{_SPACE}(\]))?")}
-LATER = {"{": re.compile(rf"{_SPACE}(?:,{_SPACE}{_STRING}{_SPACE}:|(}}))"), "[": re.compile(rf"{_SPACE}(?:,|(\]))")}
+FIRST_MEMBER = {"{": re.compile(rf"{_SPACE}(?:{_STRING}{_SPACE}:|(}}))"), "[": re.compile(rf"(?:{_SPACE}(\]))?")}
+NEXT_MEMBER = {
+    "{": re.compile(rf"{_SPACE}(?:,{_SPACE}{_STRING}{_SPACE}:|(}}))"),
+    "[": re.compile(rf"{_SPACE}(?:,|(\]))"),
+}
 """What stands in an object and a list before the first value, and after each one: what leads to a value, or the end."""
 
 SPACE, WORD = re.compile(r"\s*"), re.compile(r"[\w.:/-]*", re.ASCII)
@@ -217,13 +220,13 @@ def check_json(text: str) -> None:
     while True:
         at, begun = _passed(VALUE, text, at)
         inside += [begun] if begun else []
-        between = FIRST if begun else LATER
+        between = FIRST_MEMBER if begun else NEXT_MEMBER
         while inside:
             at, ended = _passed(between[inside[-1]], text, at)
             if not ended:
                 break
             inside.pop()
-            between = LATER
+            between = NEXT_MEMBER
         else:
             if text[at:].strip(" \t\n\r"):
                 raise NoMatch

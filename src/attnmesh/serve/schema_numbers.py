@@ -12,14 +12,14 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-EXACT, LARGEST = 1 << 53, (1 << 63) - 1
+EXACT_INTEGERS, LARGEST_INTEGER = 1 << 53, (1 << 63) - 1
 """Up to the first a float holds each whole number; the second is the largest integer of 64 bits."""
 
 
 def check_numbers(field: str, schema: Mapping[str, Any]) -> None:
     """Raise on a number of a schema, but for those within, that a grammar cannot hold exactly.
 
-    >>> check_numbers("f", {"const": 0.1, "enum": [1e22, {"a": 10**18}], "type": "integer", "maximum": LARGEST})
+    >>> check_numbers("f", {"const": 0.1, "enum": [1e22, {"a": 10**18}], "type": "integer", "maximum": LARGEST_INTEGER})
     >>> check_numbers("f", {"enum": [1, {"id": 9007199254740993}]})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     attnmesh.serve.refused.Refused: f.enum[1].id: expected a number that a float of 64 bits holds, given 9007...
@@ -36,7 +36,7 @@ def check_numbers(field: str, schema: Mapping[str, Any]) -> None:
         if not isinstance(bound, int | float) or isinstance(bound, bool):
             continue
         is_exclusive = keyword not in BOUNDS[:2] or schema.get(f"exclusive{keyword.capitalize()}") is True
-        most = EXACT - 1 if is_exclusive else LARGEST  # the next whole number counts, too
+        most = EXACT_INTEGERS - 1 if is_exclusive else LARGEST_INTEGER  # the next whole number counts, too
         if abs(bound) > most or not _is_kept(bound, as_integer=True, as_float=not is_whole):
             raise _inexact(f"{field}.{keyword}", bound, "Leave it out, or take a bound of 15 digits at most.")
 
@@ -55,11 +55,11 @@ def _numbers(place: str, value: Any) -> Iterator[tuple[str, int | float]]:
 
 def _is_kept(number: int | float, *, as_integer: bool, as_float: bool) -> bool:
     """Return whether a grammar has a number exactly, in each form that it may take there."""
-    if isinstance(number, int) and abs(number) > LARGEST:
+    if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
         return False
     written = Decimal(repr(number))
     read = float(number) if isinstance(number, int) else _read_float(number)
-    if as_integer and (min(int(read), LARGEST) != written if written == int(written) else read != number):
+    if as_integer and (min(int(read), LARGEST_INTEGER) != written if written == int(written) else read != number):
         return False
     return not as_float or Decimal(repr(read)) == written
 
