@@ -183,6 +183,8 @@ class Family:
     """Kinds of layers that the family may have beside `ATTENDING`."""
     refused: str = ""
     """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
+    logits_loss: str = ""
+    """Attribute of the model with the weight of a mean over logits, which it adds to the loss of its labels."""
     repeats_keys: bool = False
     """True if the family repeats its key heads before attention."""
     window_prefix: str = ""

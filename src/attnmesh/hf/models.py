@@ -239,21 +239,33 @@ def _sharing_modes(config: PreTrainedConfig) -> list[str | None]:
     return getattr(config, "kv_sharing_modes", None) or []
 
 
-def unwrap(model: Any) -> Any:
-    """Return the transformers model inside torch.compile, DDP or PEFT adapters. Prompt-learning adapters raise."""
+def unwrap(model: Any, subject: str = "generate") -> Any:
+    """Return the transformers model inside torch.compile, DDP or PEFT. Adapters that do not fit shards raise."""
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
-    adapters = getattr(model, "peft_config", None) or {}
-    virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
-    if virtual:
-        fix = "use adapters that change weights, such as LoRA"
-        raise KernelError("generate", "adapters without virtual tokens", type(model).__name__, fix)
-    if adapters:
+    check_adapters(subject, model)
+    if getattr(model, "peft_config", None):
         PEFT.check()
         base: Any = model.get_base_model  # LoRA layers are inside the base model
         return base()
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model
+    return unwrap(inner, subject) if isinstance(inner, nn.Module) else model
+
+
+def check_adapters(subject: str, model: nn.Module) -> None:
+    """Raise if a model of PEFT has adapters that add tokens, or that look for some in the sequence they are given."""
+    adapters: Any = getattr(model, "peft_config", None) or {}
+    for adapter in adapters.values():
+        name = type(adapter).__name__
+        fix = "use adapters that change weights, such as LoRA"
+        if getattr(adapter, "is_prompt_learning", False):
+            raise KernelError(subject, "adapters without virtual tokens", name, fix)
+        if getattr(adapter, "peft_type", None) == "SHADOW":
+            raise KernelError(subject, "adapters without attention of their own", name, fix)
+        if tokens := getattr(adapter, "alora_invocation_tokens", None):
+            given = f"{name}(alora_invocation_tokens={tokens})"
+            fix = "leave alora_invocation_tokens out: LoRA then adapts all tokens"
+            raise KernelError(subject, "adapters of all tokens", given, fix)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -1,6 +1,7 @@
-"""Random numbers of generation: all ranks of a mesh draw the same."""
+"""Random numbers: all ranks of a mesh draw the same in generation, and each its own where they are of its tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,3 +27,32 @@ def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: t
         for source, state in zip(sources, states, strict=True) if differ else ():
             first = dist_all_gather_ints(state.tolist(), mesh.axes)[0]
             set_random_state(source, torch.tensor(first, dtype=torch.uint8, device="cpu"))
+
+
+@contextmanager
+def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Let a rank draw numbers of its own in this context, though all ranks have the same seed.
+
+    The generators of the CPU and the device then are as they were. If some were drawn, that of the CPU is one number
+    further, whatever a rank has drawn, so ranks stay alike and the next context has other numbers.
+    """
+    sources = [*dict.fromkeys((torch.device("cpu"), device))]
+    before = [random_state(source) for source in sources]
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    after = [torch.get_rng_state(), *before[1:]]
+    for source in sources:
+        generator_of(source).manual_seed(seed + rank)
+    seeded = [random_state(source) for source in sources]
+    try:
+        yield
+    finally:
+        is_unused = all(torch.equal(random_state(x), state) for x, state in zip(sources, seeded, strict=True))
+        for source, state in zip(sources, before if is_unused else after, strict=True):
+            set_random_state(source, state)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

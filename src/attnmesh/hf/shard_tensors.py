@@ -13,18 +13,18 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
     num_items_in_batch   `ItemCount`       keeps its precision
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.hf.called_modules import called_modules
 from attnmesh.hf.family import USE_SUPPORTED
-from attnmesh.hf.models import SUBJECT
+from attnmesh.hf.models import SUBJECT, check_adapters
 from attnmesh.hf.sharded_sequence import ShardedSequence
 
 METADATA_FUNCTIONS = {
@@ -47,9 +47,6 @@ VIEW_FUNCTIONS = {
     *("__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "select", "narrow", "movedim", "transpose"),
 }
 """Functions of PyTorch that return some or all values of a tensor in another shape."""
-
-MODULE_CALL = torch.nn.Module._call_impl.__name__
-"""Function of PyTorch that calls a module."""
 
 
 class DispatchedTensor(Tensor):
@@ -162,15 +159,19 @@ class ShardMask(ShardTensor):
     @staticmethod
     def read_error(name: str) -> KernelError:
         """Return the error for a model that reads the mask with the function of this name."""
-        if not _in_module():
+        modules = called_modules()
+        if not modules:
             given = f"a call of {name.strip('_')} outside of the model"
             fix = (
                 "change the batch before hf.shard_batch; to generate, call hf.generate with the whole prompt and mesh="
             )
             return KernelError(f"{SUBJECT} attention_mask", "that of shard_batch as it is", given, fix)
+        for module, *_ in modules:
+            if not isinstance(module, PreTrainedModel):
+                check_adapters(SUBJECT, module)
         expected = "a model whose layers leave attention_mask to attnmesh"
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
-        fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}, without prompt tuning'
+        fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
         return KernelError(SUBJECT, expected, given, fix)
 
 
@@ -255,18 +256,6 @@ def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
         expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
         raise KernelError(f"{SUBJECT} input_ids", expected, given, "replace it by another token")
-
-
-def _in_module() -> bool:
-    """Return whether this thread is inside the call of a module."""
-    return frame_of_module(sys._getframe()) is not None
-
-
-def frame_of_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame in which a module is called: `frame`, or the next one outside of it; None if there is none."""
-    while frame is not None and frame.f_code.co_name != MODULE_CALL:
-        frame = frame.f_back
-    return frame
 
 
 def flatten(values: Iterable[Any]) -> Iterable[Any]:

@@ -45,12 +45,14 @@ TRAINER = Upstream(
     (
         "transformers:Trainer.create_accelerator_and_postprocess",
         "transformers:Trainer.floating_point_ops",
+        "transformers:Trainer.get_train_dataloader",
         "transformers:Trainer.get_total_train_batch_size",
         "transformers:Trainer.prediction_step",
         "transformers:Trainer.training_step",
+        "transformers.integrations.neftune:neftune_post_forward_hook",
     ),
 )
-"""Methods of the trainer that `on_mesh` overrides."""
+"""Methods of the trainer that `on_mesh` overrides, and the hook of noise that is scaled on shards."""
 
 ACCELERATE = Upstream(
     "accelerate",
@@ -103,7 +105,17 @@ GKD = Upstream(
 )
 """Methods of another experimental trainer that `on_mesh` overrides or calls."""
 
-PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:PeftConfig.is_prompt_learning"))
+PEFT = Upstream(
+    "peft",
+    "0.20",
+    "0.22",
+    (
+        "peft:LoraConfig.alora_invocation_tokens",
+        "peft:PeftConfig.is_prompt_learning",
+        "peft:PeftConfig.peft_type",
+        "peft:PeftModel.get_base_model",
+    ),
+)
 """Names that unwrapping a model with adapters needs. transformers 5.23 refuses older versions."""
 
 TRANSFORMERS.check()

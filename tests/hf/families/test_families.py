@@ -59,7 +59,7 @@ OPTIONAL = {
     "of PyTorch": "_orig_mod module num_embeddings shape __code__",
     "of a model, which is refused without it": "ALL_ATTENTION_FUNCTIONS forward kv_b_proj image_processor",
     "of a model that has been quantized, dispatched or adapted": "hf_device_map hf_quantizer peft_config",
-    "checked with the names of its package": "is_prompt_learning",
+    "checked with the names of its package": "is_prompt_learning alora_invocation_tokens peft_type",
     "of accelerate, whose versions are few": "fsdp_plugin parallelism_config",
     "of some trainers of TRL, whose versions are few": "rollout_func environment_factories tools generation_kwargs",
     "of a caller's value": "mesh sequences to_dict generation_config",
@@ -68,7 +68,8 @@ OPTIONAL = {
     "of some outputs and heads": "router_logits score out_features",
     "of some tokenizers and processors": "backend_tokenizer chat_template",
     "of some errors of the system": "errno",
-    "of loaders of data, which may be of any class": "worker_init_fn",
+    "of loaders of data, which may be of any class": "worker_init_fn base_dataloader",
+    "of hooks, which may be of any class": "__name__",
     "of experts, which each rank computes without it": "_is_expert_parallel",
 }
 """Names that are read with a default beside those of records, and why a default is right."""

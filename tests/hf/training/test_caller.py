@@ -94,7 +94,10 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "checkpointed": (lambda model: Checkpointed(model, "attention_mask"), POSITIONS),
     "checkpointed ids": (Checkpointed, POSITIONS),
     "generating": (lambda model: Sampling(model, *BOTH, "attention_mask"), ""),
-    "virtual tokens": (with_virtual_tokens, "cat, as recurrent layers and custom attention do"),
+    "virtual tokens": (
+        with_virtual_tokens,
+        "attnmesh.hf: expected adapters without virtual tokens, given PromptTuningConfig",
+    ),
     "partial": (lambda model: partial(model, use_cache=False), ""),
     "adapters": (with_adapters, ""),
     "adapters, no mask": (lambda model: Picking(with_adapters(model), *BOTH), ""),

@@ -1,12 +1,17 @@
 """Trainers on a mesh have the losses, metrics and weights of one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging import INFO, NOTSET, getLogger
 from logging.handlers import BufferingHandler
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 
@@ -17,7 +22,7 @@ from tests.support.models.families import STOCK, prompt
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.training.trainers import (
     FSDP,
-    examples,
+    LENGTH,
     launched,
     mesh_of,
     settings,
@@ -184,21 +189,94 @@ def test_each_model_has_meshes_for_its_heads_and_logs_each_choice_once(pool: Poo
         assert said == [f"{begin} {'x'.join(map(str, shape))} {end}" for shape in (many, one) if rank == 0]
 
 
+@contextmanager
+def loader_workers() -> Iterator[None]:
+    """Let a rank of the pool, which is a daemon, start the workers of a data loader."""
+    with patch.dict(current_process()._config, {"daemon": False}):  # type: ignore[attr-defined]
+        yield
+
+
+def mask_at_random(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return a batch of one row, some of whose labels the generator of PyTorch removes."""
+    ids = rows[0]["input_ids"][None]
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)}
+
+
 @on_each_rank
-def draw_by_a_worker(folder: str) -> float:
-    """Return a number that a worker of the loader draws, as a collator that masks tokens does."""
-    with launched(), torch.random.fork_rng():
-        given = settings(TrainingArguments, folder, dataloader_num_workers=1)
+def draw_by_a_worker(folder: str) -> list[list[int]]:
+    """Return the labels of batches that a worker of the loader masks."""
+    with launched(), loader_workers(), torch.random.fork_rng():
+        torch.manual_seed(3)
+        options = {"dataloader_num_workers": 1, "per_device_train_batch_size": 1}
+        given = settings(TrainingArguments, folder, **options)
         made = hf.on_mesh(Trainer, mesh_of(2, Shape(1, 1, 2)))
-        trainer = made(model=families.model("llama", "attnmesh"), args=given, train_dataset=examples())
-        trainer.get_train_dataloader().worker_init_fn(0)
-        return torch.rand(1).item()
+        rows = [{"input_ids": prompt(LENGTH)[0]}] * 4
+        model = families.model("llama", "attnmesh")
+        trainer = made(model=model, args=given, train_dataset=rows, data_collator=mask_at_random)
+        return [batch["labels"][0].tolist() for batch in trainer.get_train_dataloader()]
 
 
 def test_workers_of_the_ranks_of_a_mesh_draw_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     first, *others = pool.run(4, draw_by_a_worker, str(tmp_path))
     assert others[0] == first
     assert others[1] == others[2] != first
+
+
+@on_each_rank
+def train_with_dropout_on_masked_labels(folder: str, workers: int) -> list[float]:
+    """Return the losses of two epochs of odd lengths, whose collator draws numbers, as dropout does."""
+    with launched(), loader_workers():
+        model = families.model("llama", "attnmesh", num_hidden_layers=1)
+        model.model.norm.register_forward_hook(lambda _, args, output: torch.nn.functional.dropout(output, 0.2))
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 6}
+        given = settings(TrainingArguments, folder, dataloader_num_workers=workers, **options)
+        rows = [{"input_ids": prompt(17 + 2 * number)[0]} for number in range(3)]
+        made: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 1, 2), AXES))
+        trainer = made(model=model, args=given, train_dataset=rows, data_collator=mask_at_random)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_that_drop_unequally_many_values_go_on_with_the_same_batches(
+    workers: int, pool: Pool, tmp_path: Path
+) -> None:
+    one, other = pool.run(2, train_with_dropout_on_masked_labels, str(tmp_path), workers)
+    assert len(one) == 6
+    assert one == other
+
+
+@on_each_rank
+def draw_around_calls(share: float) -> tuple[list[Tensor], float, bool]:
+    """Return what two calls have dropped, a number that is drawn after them, and whether they have drawn any."""
+    model, dropped = families.model("llama", "attnmesh", num_hidden_layers=1), []
+
+    def drop(module: Any, args: Any, output: Tensor) -> Tensor:
+        output = torch.nn.functional.dropout(output, share)
+        dropped.append(output[0, :16] == 0)
+        return output
+
+    model.model.norm.register_forward_hook(drop)
+    sharder = hf.on_mesh(Trainer, named_mesh(Shape(1, 1, 2), AXES))._make_sharder(None)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        with sharder.active(True, model):
+            for _ in range(2):
+                model(input_ids=prompt(33))
+        has_drawn = not torch.equal(torch.get_rng_state(), before)
+        return dropped, torch.rand(()).item(), has_drawn
+
+
+def test_ranks_drop_at_their_own_places_and_then_draw_the_same(pool: Pool) -> None:
+    (one, next_one, _), (other, next_other, _) = pool.run(2, draw_around_calls, 0.5)
+    assert next_one == next_other
+    for first, second in ((one[0], other[0]), (one[0], one[1])):
+        assert 0.4 < (first == second).float().mean() < 0.6
+
+
+def test_a_call_that_draws_no_numbers_leaves_the_generator_as_it_was(pool: Pool) -> None:
+    assert [has_drawn for *_, has_drawn in pool.run(2, draw_around_calls, 0.0)] == [False, False]
 
 
 @on_each_rank

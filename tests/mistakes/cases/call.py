@@ -3,11 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, RwkvConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BambaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    RwkvConfig,
+)
 
 import attnmesh as am
 import attnmesh.hf as hf
@@ -144,6 +152,35 @@ def evaluated_alone(mesh: DeviceMesh) -> Any:
 def dropping() -> nn.Module:
     return families.model("llama", "attnmesh", attention_dropout=0.1).train()
 
+
+def adapted(config: peft.PeftConfig) -> Callable[[], Any]:
+    return lambda: peft.get_peft_model(families.model("llama", "attnmesh", num_hidden_layers=1), config)
+
+
+def training(config: PreTrainedConfig) -> Callable[[], Any]:
+    return lambda: AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").train()
+
+
+SKIPPING = OPTConfig(
+    vocab_size=97,
+    hidden_size=16,
+    ffn_dim=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    word_embed_proj_dim=16,
+    layerdrop=0.3,
+)
+PENALISED = BambaConfig(
+    **{name: families.SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attn_layer_indices=[1],
+    mamba_n_heads=4,
+    mamba_d_head=24,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+    z_loss_coefficient=0.5,
+)
 
 CASES = [
     call(
@@ -364,5 +401,42 @@ CASES = [
         errors.KernelError,
         "train images: expected a model that merges images",
         "leave token_type_ids and images out",
+    ),
+    call(
+        "train with layers that are skipped at random",
+        errors.KernelError,
+        "attnmesh.hf layerdrop: expected a model that skips no layers in training, given 0.3",
+        "load the model with layerdrop=0",
+        make=training(SKIPPING),
+    ),
+    call(
+        "train Bamba with a penalty on its logits",
+        errors.KernelError,
+        "attnmesh.hf z_loss_coefficient: expected a loss of the labels alone, given 0.5, the weight of a mean over",
+        "load the model with z_loss_coefficient=0",
+        make=training(PENALISED),
+    ),
+    call(
+        "train PEFT's prefixes or prompts",
+        errors.KernelError,
+        "attnmesh.hf: expected adapters without virtual tokens, given PrefixTuningConfig",
+        "use adapters that change weights, such as LoRA",
+        make=adapted(peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    ),
+    call(
+        "train PEFT's `ShadowConfig`",
+        errors.KernelError,
+        "attnmesh.hf: expected adapters without attention of their own, given ShadowConfig",
+        "use adapters that change weights, such as LoRA",
+        make=adapted(peft.ShadowConfig(r=2, task_type="CAUSAL_LM")),
+    ),
+    call(
+        "train an adapter that begins at some tokens (aLoRA)",
+        errors.KernelError,
+        "attnmesh.hf: expected adapters of all tokens, given LoraConfig(alora_invocation_tokens=[7, 8])",
+        "leave alora_invocation_tokens out: LoRA then adapts all tokens",
+        make=adapted(
+            peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+        ),
     ),
 ]

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+import peft
 import torch
 from datasets import Dataset
 from torch import nn
@@ -17,6 +18,7 @@ from tests.support.models.families import prompt
 from tests.support.training.trainers import collate, examples, launched, settings, tokenizer
 
 IDS = prompt(12, batch=2)
+ALORA = peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
 
 
 class Wrapped(nn.Module):
@@ -78,6 +80,14 @@ def prepared(mesh: DeviceMesh) -> Any:
 
     with launched():
         return hf.prepare(Accelerator(cpu=True), Wrapped(), mesh)
+
+
+def prepared_with(mesh: DeviceMesh, config: peft.PeftConfig) -> Any:
+    from accelerate import Accelerator
+
+    with launched():
+        model = peft.get_peft_model(families.model("llama", "attnmesh"), config)
+        return hf.prepare(Accelerator(cpu=True), model, mesh)
 
 
 def prepared_twice(mesh: DeviceMesh) -> Any:
@@ -204,5 +214,19 @@ CASES = [
         errors.ArgumentError,
         "on_mesh shape: expected None or \"auto\", given '1x2x1'",
         'pass shape="auto", or a mesh of that shape',
+    ),
+    Mistake(
+        "prepare an adapter that begins at some tokens (aLoRA)",
+        lambda mesh: prepared_with(mesh, ALORA),
+        errors.KernelError,
+        "on_mesh: expected adapters of all tokens, given LoraConfig(alora_invocation_tokens=[7, 8])",
+        "leave alora_invocation_tokens out: LoRA then adapts all tokens",
+    ),
+    Mistake(
+        "prepare PEFT's prefixes or prompts",
+        lambda mesh: prepared_with(mesh, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        errors.KernelError,
+        "on_mesh: expected adapters without virtual tokens, given PrefixTuningConfig",
+        "use adapters that change weights, such as LoRA",
     ),
 ]

@@ -1,5 +1,6 @@
 """Families with layers of Mamba-2, whose states decay by a number for each head."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,10 +102,11 @@ def _family(kind: str, layer: str, fields: str, *, digest: str = "f6180930d4ad",
 _BESIDE = f"{ATTENTION_FIELDS} intermediate_size"
 _HYBRID = f"{_BESIDE} rope_parameters time_step_limit"
 _EXPERTS = "num_experts_per_tok num_local_experts output_router_logits"
+_Z_LOSS = "z_loss_coefficient"
 
 FAMILIES = (
     _family("mamba2", "Mamba2Mixer", "head_dim layer_types num_hidden_layers time_step_limit"),
-    _family("bamba", "BambaMixer", _HYBRID),
+    replace(_family("bamba", "BambaMixer", _HYBRID), stores={"BambaForCausalLM": _Z_LOSS}, logits_loss=_Z_LOSS),
     _family("falcon_h1", "FalconH1Mixer", _HYBRID, digest="99340ca4d3d4"),
     _family("granitemoehybrid", "GraniteMoeHybridMambaLayer", f"{_HYBRID} {_EXPERTS}"),
     _family(

@@ -5,11 +5,12 @@ Tensors of many tokens, such as logits, are gathered when they are first read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from logging import getLogger
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,6 +24,7 @@ from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, check_tokens, is_recurrent, unwrap
+from attnmesh.hf.random_numbers import own_random_numbers
 from attnmesh.hf.shard_tensors import ShardTensor
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
@@ -75,8 +77,12 @@ class BatchSharder:
         """True to take rows that begin with padding."""
         self.hides_padding = False
         """True if outputs of padding are read. Queries then see no padding."""
+        self.under_classes: WeakSet[nn.Module] = WeakSet()
+        """Models under a head of classes, which reads a padded token if its id is not that of the configuration."""
         self.call: ShardedCall | None = None
         """The present call; None outside of calls."""
+        self.own_numbers = ExitStack()
+        """Closed after a call, in which each rank draws random numbers of its own."""
         self.models: WeakSet[nn.Module] = WeakSet()
         self.layers: WeakSet[nn.Module] = WeakSet()
         """Layers of models, whose routers are gathered."""
@@ -92,10 +98,11 @@ class BatchSharder:
             yield
         finally:
             self.is_active, self.call = was_active, None
+            self.own_numbers.close()
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
-        inner: Any = unwrap(model)
+        inner: Any = unwrap(model, "on_mesh")
         is_known = isinstance(inner, PreTrainedModel)
         if not is_known:
             expected = "a model of transformers, or one in PEFT, DDP or a compiler"
@@ -109,6 +116,8 @@ class BatchSharder:
             raise KernelError("on_mesh", "a model on one device per rank", given, "load it without device_map")
         # A head of classes picks tokens by input_ids, so only the layers below it run on shards.
         classifies = getattr(inner, "score", None) is not None and inner.get_output_embeddings() is None
+        if classifies:
+            self.under_classes.add(inner.base_model)
         for module in (inner.base_model,) if classifies else (model, inner):
             if module not in self.models:
                 self.models.add(module)
@@ -117,6 +126,16 @@ class BatchSharder:
         if not classifies and inner.base_model not in self.layers and inner.base_model is not inner:
             self.layers.add(inner.base_model)
             inner.base_model.register_forward_hook(self._gather_routers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchSharder":
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        """Raise: whoever pickles a model pickles its hooks, and another process has no such mesh."""
+        fix = "save model.state_dict(), or call model.save_pretrained(folder)"
+        raise KernelError("on_mesh", "a model that is not pickled as a whole", "torch.save(model)", fix)
 
     def _return_last(self, module: nn.Module) -> None:
         """Return whole outputs after all other hooks. FSDP2's hooks read each output, which would gather the logits."""
@@ -147,6 +166,8 @@ class BatchSharder:
             layout = Zigzag()  # a state passes through runs of tokens
         agreed = agree_on_batch(batch, self.device_mesh, layout, self.exchange, {})
         check_tokens(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module))
+        if module in self.under_classes and is_recurrent(unwrap(module).config):
+            _check_padding_tokens(agreed.entries, unwrap(module).config)
         device_mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
         self._log_choice(agreed, device_mesh, layout)
         part = shard_agreed(agreed, device_mesh, layout, self.exchange)
@@ -155,10 +176,23 @@ class BatchSharder:
         tokens = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
         self.call = ShardedCall(module, part["input_ids"].sequence, mask, tokens, moved)
         record = self.call.sequence.forward_pass
-        if self.hides_padding and not bool(mask.all()):
+        if (self.hides_padding or module in self.under_classes) and not bool(mask.all()):
             record.key_lengths = mask.sum(1).cpu()  # which each layer reads
         record.gathers_routers = unwrap(module).base_model is not module
+        self._draw_own_numbers(batch)
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in arguments}, **arguments, **part}
+
+    def _draw_own_numbers(self, batch: Mapping[str, Any]) -> None:
+        """Let this rank drop at other tokens than the others until the call ends, and then draw what they draw.
+
+        Shards may have unequally many tokens, so ranks that drew from one generator would go on with other batches.
+        """
+        self.own_numbers.close()  # of a call that was interrupted
+        mesh = RankMesh.of(self.device_mesh)
+        # Each rank computes all images, so their features are to be the same.
+        rank = 0 if any(name in IMAGE_INPUTS for name in batch) else mesh.shard_index
+        if mesh.ranks > 1:
+            self.own_numbers.enter_context(own_random_numbers(rank, batch["input_ids"].device))
 
     def _log_choice(self, batch: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
@@ -193,6 +227,7 @@ class BatchSharder:
         if call is None or module is not call.module:
             return None
         self.call = None
+        self.own_numbers.close()
         if output is None:
             return None
         sequence = call.sequence
@@ -213,6 +248,15 @@ class BatchSharder:
         if isinstance(output, Mapping):
             return cast(Any, type(output))(**{name: gathered(name, value) for name, value in output.items()})
         return gathered(None, output)
+
+
+def _check_padding_tokens(batch: Mapping[str, Any], config: Any) -> None:
+    """Raise if a head of classes would read a padded token, which recurrent layers compute as they do any other."""
+    mask, token = batch.get("attention_mask"), config.get_text_config(decoder=True).pad_token_id
+    is_other = mask is not None and bool(((mask == 0) & (batch["input_ids"] != token)).any())
+    if is_other:
+        fix = "set model.config.pad_token_id to that of the tokenizer"
+        raise ArgumentError(f"{SUBJECT} input_ids", f"padding of token {token}", "other tokens", fix)
 
 
 class ShardedOutput(ShardTensor):

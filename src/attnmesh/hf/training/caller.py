@@ -6,47 +6,38 @@ being called, with their arguments. So a model needs no hook.
 """
 
 import sys
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.hf.called_modules import CalledModule, called_modules
 from attnmesh.hf.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import compare_weights
-from attnmesh.hf.models import SUBJECT, check_implementation, check_tokens
+from attnmesh.hf.models import SUBJECT, check_adapters, check_implementation, check_tokens
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shard_tensors import ShardIds, ShardPositions, ShardTensor, WholeIds, frame_of_module
+from attnmesh.hf.shard_tensors import ShardIds, ShardPositions, ShardTensor, WholeIds
 from attnmesh.hf.sharded_sequence import FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
+from attnmesh.hf.training.embedding_noise import scale_noise
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import RankMesh
 
 
-class CalledModule(NamedTuple):
-    """A module that is being called, and its arguments."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name, and None for those of its signature that it was not given."""
-        names = signature(self.module.forward).parameters
-        return {**dict.fromkeys(names), **dict(zip(names, self.args, strict=False)), **self.kwargs}
-
-
 def prepare_caller(sequence: ShardedSequence) -> None:
     """Check the model that is being called, and prepare its recurrent layers and indexers."""
-    called_modules = _called_modules()
+    called = called_modules()
     if sequence.ranks > 1:
-        _check_model(called_modules, sequence)
+        _check_model(called, sequence)
+        for module, *_ in called:
+            scale_noise(module)
     if any(name in sys.modules for name in prepared_code()):
         prepared_modules: set[nn.Module] = set()
-        for module, *_ in called_modules:
+        for module, *_ in called:
             if module not in prepared_modules:
                 prepare_indexers(module)
                 for hook in prepare_layers(module):  # the model's own hooks run from its next call on
@@ -57,26 +48,32 @@ def prepare_caller(sequence: ShardedSequence) -> None:
 def prepare_caller_with_images(sequence: ShardedSequence) -> None:
     """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
     prepare_caller(sequence)
-    prepare_text_model([called.module for called in _called_modules()])
+    prepare_text_model([called.module for called in called_modules()])
 
 
-def _check_model(called_modules: list[CalledModule], sequence: ShardedSequence) -> None:
+def _check_model(called: list[CalledModule], sequence: ShardedSequence) -> None:
     """Raise unless the model of transformers is right on shards: on all ranks, if they compare their calls.
 
     The model is the outermost that was given tensors of a shard. Wrappers around it have arguments of their own.
     """
-    models = (called for called in called_modules if isinstance(called.module, PreTrainedModel))
-    candidates = ((called.module, called.arguments()) for called in models)
+    models = (each for each in called if isinstance(each.module, PreTrainedModel))
+    candidates = ((each.module, each.arguments()) for each in models)
     model, arguments = next((pair for pair in candidates if _has_shard_tensors(pair[1])), (None, {}))
-    if model is None:
-        return
-    device = next(x for x in arguments.values() if isinstance(x, ShardTensor)).device
+    wrappers = [each.module for each in called if not isinstance(each.module, PreTrainedModel)]
+    shards = (x for each in called for x in (*each.args, *each.kwargs.values()) if isinstance(x, ShardTensor))
+    device = next((x.device for x in shards), torch.device("cpu"))
     try:
-        _check_kind(model)
+        for wrapper in wrappers:
+            check_adapters(SUBJECT, wrapper)
+        if model is None:
+            return
+        _check_kind(model, arguments)
+        _check_no_skipped_layers(called)
         _check_arguments(arguments)
         _check_tokens(model, arguments, sequence.forward_pass.token_ranges)
     except InputError as error:
-        Agreement(RankMesh.of(sequence.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
+        name = type(called[0].module if model is None else model).__name__
+        Agreement(RankMesh.of(sequence.mesh), name, is_compared=may_compare(device)).raise_on_all(error)
     sequence.forward_pass.has_positions = True
     compare_weights(model, sequence, device)
 
@@ -85,8 +82,8 @@ def _has_shard_tensors(arguments: dict[str, Any]) -> bool:
     return any(isinstance(x, ShardTensor) for x in arguments.values())
 
 
-def _check_kind(model: PreTrainedModel) -> None:
-    """Raise unless attnmesh is the model's attention, and its outputs are of tokens."""
+def _check_kind(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Raise unless attnmesh is the model's attention, its outputs are of tokens, and its loss is of labels alone."""
     family = family_of(model.config)
     if not (family.refused or family.recurrences):
         check_implementation(SUBJECT, model.config)
@@ -94,6 +91,23 @@ def _check_kind(model: PreTrainedModel) -> None:
     if "ForSequenceClassification" in name:
         fix = "call hf.on_mesh or hf.prepare, which return whole outputs"
         raise KernelError(SUBJECT, "a model with outputs of tokens", name, fix)
+    weight = getattr(model, family.logits_loss, 0) if arguments.get("labels") is not None else 0
+    if weight:
+        expected, given = "a loss of the labels alone", f"{weight}, the weight of a mean over one rank's logits"
+        fix = f"load the model with {family.logits_loss}=0"
+        raise KernelError(f"{SUBJECT} {family.logits_loss}", expected, given, fix)
+
+
+def _check_no_skipped_layers(called: list[CalledModule]) -> None:
+    """Raise if a module that is being called skips layers at random: ranks would skip others, and wait for each other.
+
+    The module that has the layers also embeds the tokens.
+    """
+    for module, *_ in called:
+        share = vars(module).get("layerdrop", 0) if module.training else 0
+        if share:
+            fix = "load the model with layerdrop=0, or call model.eval()"
+            raise KernelError(f"{SUBJECT} layerdrop", "a model that skips no layers in training", str(share), fix)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
@@ -140,15 +154,3 @@ def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_range
         expected = f"tokens from 0 to {outputs - 1}, or -100"
         fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
         raise ArgumentError(f"{SUBJECT} labels", expected, str(first if first < 0 else last), fix)
-
-
-def _called_modules() -> list[CalledModule]:
-    """Return the modules that are being called, from the outermost to the innermost."""
-    called_modules: list[CalledModule] = []
-    frame = frame_of_module(sys._getframe())
-    while frame is not None:
-        variables = frame.f_locals  # of no other frame: Python before 3.13 keeps the locals of each one that is read
-        args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
-        called_modules.append(CalledModule(variables["self"], args, kwargs))
-        frame = frame_of_module(frame.f_back)
-    return called_modules[::-1]

@@ -129,9 +129,10 @@ class MeshTrainer:
     def get_train_dataloader(self) -> Any:
         """Return the batches of this rank's mesh. Workers of all its ranks draw the same numbers, as of one process."""
         loader: Any = super().get_train_dataloader()  # type: ignore[misc]
-        seed = getattr(loader, "worker_init_fn", None)  # a loader of a subclass may be of any class
+        read = getattr(loader, "base_dataloader", loader)  # accelerate's loader reads the batches of another one
+        seed = getattr(read, "worker_init_fn", None)  # a loader of a subclass may be of any class
         if isinstance(seed, partial_of) and "rank" in seed.keywords:
-            loader.worker_init_fn = partial_of(seed, rank=self.accelerator.replicas.mesh_index)
+            read.worker_init_fn = partial_of(seed, rank=self.accelerator.replicas.mesh_index)
         return loader
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
