@@ -73,7 +73,7 @@ class MeshError(InputError):
 
 
 class KernelError(InputError):
-    """Raised when a kernel is unknown or does not support the call."""
+    """Raised when what a call asks for is not supported: by a kernel, a cache, a model or a trainer."""
 
 
 class ArgumentError(InputError, TypeError):

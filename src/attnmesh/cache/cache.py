@@ -289,6 +289,7 @@ class KVCache(CacheProperties):
         reports = self.own_shard.block_cyclic.reports_in(table)
         rank_counts = self.local_shards.counter.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
+        # All ranks raise here, or none: they have compared the padding, and have the same reports.
         new.check_token_mask("append_shard", self.config, new_count)
         self.own_shard.check_unpadded("append_shard", token_mask)
         self.local_shards.check_fits("append_shard", new_count, rank_counts)

@@ -4,8 +4,8 @@
 `HostTransport`   mailboxes for short messages inside a host, and sockets for all others
 `DeviceTransport` GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. Native calls use no
-transport: they only ask whether all ranks of an axis share mailboxes (`agreed_axis_mailboxes`).
+A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. A step of decoding inside
+a host uses none: `host_merge.py` makes its native call, once all ranks of an axis are known to share mailboxes.
 """
 
 import math
