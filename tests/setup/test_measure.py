@@ -36,8 +36,8 @@ def measure_links_twice() -> Cluster:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     with (
         patch.object(measure_shares, "READ_SECONDS", 0.05),
-        patch.multiple(measured_ranks, IN_A_ROW=1, ROUNDS=1),
-        patch.multiple(measure_link, IN_A_ROW=1, ROUNDS=1, LONG_MESSAGE=0.01),
+        patch.multiple(measured_ranks, IN_A_ROW=1, REPETITIONS=1),
+        patch.multiple(measure_link, IN_A_ROW=1, REPETITIONS=1, LONG_MESSAGE_SECONDS=0.01),
     ):
         measure_link.measure_link(MeasuredRanks.of(agreed_flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)

@@ -1,6 +1,6 @@
 """Partials: attention over some of the keys. Merging them gives attention over all keys.
 
-Every way across ranks in this library (ring, tree, mesh) is an order of merges. The merge is defined here; `all_reduce` of
+Every way across ranks (ring, tree, mesh) is an order of merges. The merge is defined here; `all_reduce` of
 `comm/transport.py`, `mailbox.cpp` and the Triton programs repeat it, tested against float64. Merges along a tree are
 exact since attention is the gradient of an energy, `F(s) = log sum_a exp(q.k_a*scale + s.v_a)`: its value at
 `s = 0` is `lse`, its gradient there is the output, and logsumexp is associative.

@@ -22,7 +22,7 @@ def profiled_as(name: str, function: Callable[Arguments, Value]) -> Callable[Arg
 
     >>> from torch.profiler import profile
     >>> with profile() as found:
-    ...     _ = profiled_as(MERGE, max)(1, 2) if is_profiled() else None
+    ...     _ = profiled_as("attnmesh: merge", max)(1, 2) if is_profiled() else None
     >>> [event.name for event in found.events()]
     ['attnmesh: merge']
     """

@@ -187,8 +187,9 @@ async def encode_json(value: Any, *, ascii: bool = False) -> bytes:
 def json_parts(value: Any, ascii: bool = False) -> Iterator[str]:
     """Yield JSON in parts that take little time each.
 
-    >>> "".join(json_parts({"a": [], "b": [[1, 2], {}], "c": [0] * 2 * SLICE})) == '{"a":[],"b":[[1,2],{}],"c":[0' + (
-    ...     ",0" * (2 * SLICE - 1)
+    >>> many = 2 * ITEMS_AT_ONCE
+    >>> "".join(json_parts({"a": [], "b": [[1, 2], {}], "c": [0] * many})) == '{"a":[],"b":[[1,2],{}],"c":[0' + (
+    ...     ",0" * (many - 1)
     ... ) + "]}"
     True
     >>> "".join(json_parts({"a": "é" * PIECE + "x"}, ascii=True)) == '{"a":"' + "\\\\u00e9" * PIECE + 'x"}'

@@ -406,7 +406,7 @@ FORMATS_BY_NAME: dict[str, ToolFormat] = {
 def find_format(template: str) -> ToolFormat | None:
     """Return the format of the calls that a chat template writes; None if none is known.
 
-    >>> find_format("{{ '<tool_call>' + (call | tojson) }}") is FORMATS["hermes"], find_format("{{ messages }}")
+    >>> find_format("{{ '<tool_call>' + (call | tojson) }}") is FORMATS_BY_NAME["hermes"], find_format("{{ messages }}")
     (True, None)
     """
     shown = (format for format in FORMATS_BY_NAME.values() if all(text in template for text in format.in_template))

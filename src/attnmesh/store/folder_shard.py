@@ -196,7 +196,6 @@ class FolderShard(OrderedShard):
         """Write new tokens with this rank's heads after those in the last piece."""
         self._write_rows(new, None, (length, used), length + new_count)
 
-    @torch.compiler.disable(reason="the CPU writes the files: append to copy.deepcopy(cache)")  # type: ignore[untyped-decorator]
     def _append_rows(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows, piece by piece. If the process ends after a piece, the folder has all tokens of that piece."""
         done = 0

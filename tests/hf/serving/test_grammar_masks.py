@@ -216,6 +216,7 @@ def test_a_grammar_is_compiled_once_and_answers_are_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr(llguidance, "LLMatcher", count)
     tokens, grammar = GrammarTokens(BYTES), Grammar('start: "ab" | "cd"')
     states = [tokens.begin(grammar, [END]) for _ in range(3)]
+    assert all(allowed(state) == {"a", "c"} for state in states)  # an answer goes on once its mask is made
     states[0].advance(*ids_of("a"))
     states[1].advance(*ids_of("c"))
     assert [allowed(state) for state in states] == [{"b"}, {"d"}, {"a", "c"}]
