@@ -94,7 +94,7 @@ def check_eager_tensors(subject: str, tensors: Mapping[str, Tensor | None]) -> N
 
 def _has_memory(x: Tensor) -> bool:
     """Return whether a tensor has memory: a DTensor and the result of an asynchronous collective wrap one that has."""
-    if not x.is_cpu:  # its kernels ask PyTorch for the memory, which raises
+    if not x.is_cpu:  # a subclass may keep its numbers where kernels of its device find them
         return type(x).__name__ != "AsyncCollectiveTensor"
     try:
         x.untyped_storage().data_ptr()

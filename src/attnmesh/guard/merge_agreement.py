@@ -150,11 +150,11 @@ class MergeAgreement:
         is_shared = self.is_compared and self.checked is not False
         if self.is_compared:
             with torch._C._DisableFuncTorch():  # a tensor made inside torch.func.grad has no memory to send from
-                is_shared = self._tell_in_merge(is_shared)
+                is_shared = self._end_merges(is_shared)
         Agreement(self.guard.mesh, self.name, is_compared=is_shared).raise_on_all(error)
 
-    def _tell_in_merge(self, is_shared: bool) -> bool:
-        """Tell the ranks that wait in a merge of an error. Return whether they raise it too, if `is_shared`."""
+    def _end_merges(self, is_shared: bool) -> bool:
+        """End the merges of ranks that wait. Return whether they raise the error too, if `is_shared`."""
         if self.checksum_stays_on_device:
             if is_shared:
                 return self.ask_all_ranks()

@@ -133,7 +133,7 @@ class BatchSharder:
         return copied
 
     def __reduce__(self) -> NoReturn:
-        """Raise: whoever pickles a model pickles its hooks, and another process has no such mesh."""
+        """Raise. A pickled model has its hooks in it, whose mesh another process does not have."""
         fix = "save model.state_dict(), or call model.save_pretrained(folder)"
         raise KernelError("on_mesh", "a model that is not pickled as a whole", "torch.save(model)", fix)
 
