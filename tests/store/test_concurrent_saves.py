@@ -57,7 +57,7 @@ def test_truncate_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.M
     assert is_save_of(tmp_path, twin)
 
 
-@pytest.mark.parametrize("moment", ["_state_of", "read_saved_layers", "fill"])
+@pytest.mark.parametrize("moment", ["_state_of", "read_saved_layers", "fill_shards"])
 def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,9 +66,9 @@ def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     saves = iter([lambda: new.save(tmp_path)])
 
     def replaced(*arguments: Any) -> Any:
-        found = original(*arguments) if moment != "fill" else None
+        found = original(*arguments) if moment != "fill_shards" else None
         next(saves, lambda: None)()
-        return original(*arguments) if moment == "fill" else found
+        return original(*arguments) if moment == "fill_shards" else found
 
     monkeypatch.setattr(checkpoint, moment, replaced)
     loaded = am.KVCache.load(tmp_path, None)
@@ -98,7 +98,7 @@ def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("moment", ["read_saved_layers", "fill"])
+@pytest.mark.parametrize("moment", ["read_saved_layers", "fill_shards"])
 def test_all_ranks_read_the_same_save(pool: Pool, tmp_path: Path, moment: str) -> None:
     assert pool.run(2, load_while_one_rank_saves, tmp_path, moment) == [[10]] * 2
 

@@ -22,6 +22,7 @@ from attnmesh.errors import ArgumentError, KernelError, StoreError, checked_coun
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
+from attnmesh.hf.random_numbers import random_state, set_random_state
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.checkpoint_writer import make_writable_folder
 from attnmesh.store.manifest import MANIFEST, checked_folder, read_manifest
@@ -227,23 +228,10 @@ def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int)
         raise StoreError(SUBJECT, "the tokens of all keys", f"{tokens.shape[1]} of {saved_length}", "remove the folder")
     if tokens.shape[1] <= ids.shape[1]:
         return ids
-    set_random_state(ids.device, extras.get("random"))
-    return tokens.to(ids.device)
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of the device's random generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: Any) -> None:
-    """Set the state of the device's random generator."""
     try:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-    except (RuntimeError, TypeError) as error:
-        given = str(error).splitlines()[0]
+        set_random_state(ids.device, extras["random"])
+    except (RuntimeError, TypeError, KeyError) as error:
+        given = str(error).splitlines()[0] if "random" in extras else "none"
         fix = "continue on the type of device that wrote it"
         raise StoreError(SUBJECT, "the state of this device's random generator", given, fix) from error
+    return tokens.to(ids.device)

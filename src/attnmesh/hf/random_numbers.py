@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.generation_checkpoint import random_state, set_random_state
 from attnmesh.mesh.axes import RankMesh
 
 
@@ -56,3 +56,16 @@ def generator_of(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's random generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's random generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.window import WindowStart
 from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Axis, intersect
+from attnmesh.mesh.axes import Axis
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.layer_files import TOKEN_INDEX
+from attnmesh.store.shard_filler import ShardFiller
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
 HEADS_TENSOR = "heads"
@@ -82,21 +83,6 @@ def _join(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) 
     return torch.cat(own or [parts[-1].narrow(dim, 0, 0)], dim).cpu()
 
 
-class RowMapping(NamedTuple):
-    """Rows of a file that go to the shards of a group."""
-
-    heads: slice
-    """Heads of the shards that take rows."""
-    source: slice
-    """The same heads in the file."""
-    head_count: int
-    """Number of heads of the file."""
-    chosen: Tensor
-    """Indices of the rows in the file."""
-    slots: Tensor
-    """Slots of the shards that these rows go to."""
-
-
 @dataclass
 class CacheFiller:
     """Empty caches of a rank, which it fills with rows of blocks, at their block-cyclic slots."""
@@ -107,7 +93,10 @@ class CacheFiller:
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank needs rows of a block. Of a state every rank may need some."""
-        return block.is_state or bool(len(self._own_tokens(groups_of(self.kv_caches, block)[0], block)))
+        if block.is_state:
+            return True
+        turn = self.kv_caches[groups_of(self.kv_caches, block)[0][0]].own_shard.turn
+        return turn.count(block.start) < turn.count(block.stop)
 
     def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
@@ -121,61 +110,37 @@ class CacheFiller:
     def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Write this rank's rows of a block. Raise unless the files have each row once, with its dtype and shape."""
         for group in groups_of(self.kv_caches, block):
-            first = self.kv_caches[group[0]]
-            needed = self._own_tokens(group, block)
-            heads = first.own_shard.heads_axis.slice_of(first.config.kv_heads)
-            counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
+            shards = {layer: self.kv_caches[layer].own_shard for layer in group}
+            oldest = self.window_starts[group[0]].oldest_kept_token if self.window_starts else 0
+            config = self.kv_caches[group[0]].config
+            filler = ShardFiller(shards, block.start if config.mask is None else oldest, block.stop, oldest)
             for rows in rows_by_file:
-                if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
-                    for layer in group:
-                        self._put_rows(layer, rows, mapping, needed)
-            if not bool((counts == 1).all()):
-                given = f"{int((counts == 1).sum())} of {counts.numel()}"
-                raise StoreError("load", f"each row of {block.name} once", given, DAMAGED_FIX)
-
-    def _own_tokens(self, group: Sequence[int], block: StoredBlock) -> Tensor:
-        """Return the tokens of a block that this rank holds, in the layers of a group."""
-        shard = self.kv_caches[group[0]].own_shard
-        forgets = self.kv_caches[group[0]].config.mask is not None
-        first = self.window_starts[group[0]].oldest_kept_token if forgets else block.start
-        tokens = torch.arange(first, block.stop, device="cpu")
-        return tokens[shard.turn.holds(tokens)]
-
-    def _row_mapping(
-        self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
-    ) -> RowMapping | None:
-        """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
-        shard, config = self.kv_caches[group[0]].own_shard, self.kv_caches[group[0]].config
-        token_index = rows.get(name_of_group(self.kv_caches, group), needed[:0])
-        head_rank, head_ranks = rows.get(HEADS_TENSOR, torch.tensor([0, 0], device="cpu")).tolist()
-        if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
-            raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
-        saved_heads = Axis(head_ranks, head_rank).slice_of(config.kv_heads)
-        to, source = intersect(shard.heads_axis.slice_of(config.kv_heads), saved_heads)
-        chosen = torch.isin(token_index, needed).nonzero().flatten()
-        if to.start >= to.stop or not len(chosen):
-            return None
-        indices = torch.searchsorted(needed, token_index[chosen])
-        counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64, device="cpu"))
-        gone = shard.turn.count(self.window_starts[group[0]].oldest_kept_token) if self.window_starts else 0
-        slots = shard.turn.slot(token_index[chosen]) - gone
-        return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
-
-    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
-        shard, config = self.kv_caches[layer].own_shard, self.kv_caches[layer].config
-        token_index = rows[name_of_group(self.kv_caches, [layer])]
-        for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
-            block_tensor = rows.get(f"{kind} {layer}", needed[:0])
-            shape = config.batch, mapping.head_count, len(token_index), x.shape[3]
-            if tuple(block_tensor.shape) != shape or block_tensor.dtype != x.dtype:
-                given = f"{block_tensor.dtype} {tuple(block_tensor.shape)}"
-                raise StoreError("load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
-            new = block_tensor[:, mapping.source, mapping.chosen].to(shard.device)
-            x[:, mapping.heads].index_copy_(2, mapping.slots, new)
-        shard.token_index.index_copy_(0, mapping.slots, token_index[mapping.chosen].to(shard.device))
+                saved_heads = _saved_heads(rows, config.kv_heads)
+                token_name = name_of_group(self.kv_caches, group)
+                if token_name in rows:
+                    token_index = _read_rows(rows, token_name, torch.int64, (rows[token_name].numel(),))
+                    filler.put(token_index, saved_heads, partial_of(_read_rows, rows), block.name)
+            filler.check_all_filled(block.name)
 
     def finish(self, length: int) -> None:
         """Mark the first `length` tokens as present. Collective."""
         starts = self.window_starts or [WindowStart()] * len(self.kv_caches)
         for kv_cache, start in zip(self.kv_caches, starts, strict=True):
             kv_cache.local_shards.mark_present(length, None, start.oldest_kept_token)
+
+
+def _saved_heads(rows: Mapping[str, Tensor], kv_heads: int) -> Axis:
+    """Return where the rank that wrote a file is along the heads axis."""
+    head_rank, head_ranks = _read_rows(rows, HEADS_TENSOR, torch.int64, (2,)).tolist()
+    if not 0 <= head_rank < head_ranks or kv_heads % head_ranks:
+        raise StoreError("load", "heads of a cache", f"rank {head_rank} of {head_ranks} along them", DAMAGED_FIX)
+    return Axis(head_ranks, head_rank)
+
+
+def _read_rows(rows: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a file that is in memory. Raise unless it has this dtype and shape."""
+    x = rows.get(name)
+    if x is None or x.dtype != dtype or tuple(x.shape) != shape:
+        given = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
+        raise StoreError("load", f"{name!r} as {dtype} {shape}", given, DAMAGED_FIX)
+    return x

@@ -24,18 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import LocalShards, checked_placement
+from attnmesh.cache.local_shards import checked_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, RankMesh, intersect
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
-from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile
 from attnmesh.store.manifest import MORE, Manifest, checked_folder, read_manifest
-from attnmesh.store.piece_files import PieceFile, growing_pieces, piece_files, with_length_now
-from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
+from attnmesh.store.piece_files import fill_shards, with_length_now
+from attnmesh.store.tensor_file import TensorFile
 from attnmesh.store.token_ids import TOKEN_IDS, TokenIds, ids_in
 
 ALL_LAYERS = LayersToLoad()
@@ -103,7 +101,7 @@ def _load_once(
     caches = make_alike(make, device_mesh, _configs_of(manifest, to_load), **options)
 
     def read() -> bool:
-        fill([cache.local_shards for cache in caches], folder, manifest)
+        fill_shards([cache.local_shards for cache in caches], folder, manifest)
         return True
 
     with torch.no_grad():
@@ -265,77 +263,3 @@ def _check_memory(
     if needed > memory:
         given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
-
-
-def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
-    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
-    for layer, (shards, start) in enumerate(zip(layers, manifest.window_starts, strict=True)):
-        shards.prepare(manifest.length_of(layer), start)
-    if manifest.growing:
-        for layer, shards in enumerate(layers):
-            _fill_group({layer: shards.own.join_pieces()}, path, manifest, [*growing_pieces(path, manifest, layer)])
-        return
-    pieces = list(piece_files(path, manifest))
-    for leader, group in manifest.groups.items():
-        own = {layer: layers[layer].own.join_pieces() for layer in group}
-        _fill_group(own, path, manifest, [piece for piece in pieces if piece.leader == leader])
-
-
-def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
-    """Write this rank's tokens into its shards of layers that keep the same tokens."""
-    leader, first = next(iter(shards.items()))
-    start = manifest.window_starts[leader].oldest_kept_token
-    end = manifest.length_of(leader)
-    forgotten = first.turn.count(start)
-    used = first.turn.count(end) - forgotten
-    # Tokens read, by their file's index along heads.
-    filled = torch.zeros(manifest.head_ranks, used, dtype=torch.bool, device="cpu")
-    for piece in pieces:
-        file = piece.open()
-        tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
-        own_indices = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
-        slots = first.turn.slot(tokens[own_indices]) - forgotten
-        if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
-            raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
-        if bool(filled[piece.head_rank, slots].any()) or len(slots.unique()) < len(slots):
-            raise StoreError("load", "every token once", f"some twice in {piece.path}", DAMAGED_FIX)
-        filled[piece.head_rank, slots] = True
-        for layer, shard in shards.items() if len(own_indices) else ():
-            _copy_heads(shard, file, layer, Axis(manifest.head_ranks, piece.head_rank), own_indices, slots, len(tokens))
-        first.token_index[slots.to(first.device)] = tokens[own_indices].to(first.device)
-    for shard in shards.values():
-        shared = [
-            _shared_heads(shard, Axis(manifest.head_ranks, head_rank))[0] for head_rank in range(manifest.head_ranks)
-        ]
-        needed = [to.start < to.stop for to in shared]
-        if not bool(filled[needed].all()):
-            given = f"{int(filled[needed].all(0).sum())} of this rank's {used} tokens in {path}"
-            raise StoreError("load", "every token once", given, DAMAGED_FIX)
-        shard.token_index[:used] = first.token_index[:used]
-
-
-def _copy_heads(
-    shard: CacheShard,
-    file: TensorFile | LastPieceFile,
-    layer: int,
-    file_axis: Axis,
-    own_indices: Tensor,
-    slots: Tensor,
-    token_count: int,
-) -> None:
-    """Copy this rank's heads and tokens of a file written at `file_axis` of the heads."""
-    to, source = _shared_heads(shard, file_axis)
-    if to.start >= to.stop:
-        return
-    config = shard.config
-    heads = file_axis.slice_of(shard.config.kv_heads)
-    for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
-        file_tensor = file.read(
-            f"{kind} {layer}", x.dtype, (config.batch, heads.stop - heads.start, token_count, x.shape[3])
-        )
-        x[:, to].index_copy_(2, slots.to(shard.device), file_tensor[:, source, own_indices].to(shard.device))
-
-
-def _shared_heads(shard: CacheShard, file_axis: Axis) -> tuple[slice, slice]:
-    """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return intersect(shard.heads_axis.slice_of(shard.config.kv_heads), file_axis.slice_of(shard.config.kv_heads))

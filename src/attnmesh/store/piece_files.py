@@ -1,17 +1,23 @@
-"""Files of a save that have ranks' tokens: those that it wrote, or those of a folder that grows."""
+"""Files of a save that have ranks' tokens, and shards that are filled from them: of a save, or of a growing folder."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial as partial_of
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.errors import StoreError
+from attnmesh.mesh.axes import Axis
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import (
     PIECE_TOKENS,
+    TOKEN_INDEX,
     LastPieceFile,
     LayerFiles,
     RowShapes,
@@ -19,6 +25,7 @@ from attnmesh.store.layer_files import (
     extend_chain,
 )
 from attnmesh.store.manifest import Manifest
+from attnmesh.store.shard_filler import ShardFiller
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 
 PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})(?:\.([0-9]{1,9}))?\.safetensors")
@@ -105,3 +112,31 @@ def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[Piece
         if stop > base and not full:
             last_piece = LastPieceFile(filling, journal, shapes, layer)
             yield piece_of(start=base, stop=stop, path=filling, last_piece=last_piece)
+
+
+def fill_shards(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
+    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
+    for layer, (shards, start) in enumerate(zip(layers, manifest.window_starts, strict=True)):
+        shards.prepare(manifest.length_of(layer), start)
+    if manifest.growing:
+        for layer, shards in enumerate(layers):
+            _fill_group({layer: shards.own.join_pieces()}, path, manifest, [*growing_pieces(path, manifest, layer)])
+        return
+    pieces = list(piece_files(path, manifest))
+    for leader, group in manifest.groups.items():
+        own = {layer: layers[layer].own.join_pieces() for layer in group}
+        _fill_group(own, path, manifest, [piece for piece in pieces if piece.leader == leader])
+
+
+def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
+    """Write this rank's tokens into its shards of layers that keep the same tokens."""
+    leader = next(iter(shards))
+    start, end = manifest.window_starts[leader].oldest_kept_token, manifest.length_of(leader)
+    filler = ShardFiller(shards, start, end, oldest_kept_token=start)
+    for piece in pieces:
+        file = piece.open()
+        tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
+        if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
+            raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
+        filler.put(tokens, Axis(manifest.head_ranks, piece.head_rank), file.read, str(piece.path))
+    filler.check_all_filled(str(path))
