@@ -13,7 +13,7 @@ from attnmesh.cache.window import WindowStart
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Axis
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.layer_files import TOKEN_INDEX
+from attnmesh.store.layer_files import TOKEN_INDEX, kv_names
 from attnmesh.store.shard_filler import ShardFiller
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
@@ -58,8 +58,8 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
             for layer in group:
                 shard = kv_caches[layer].own_shard
                 held = [*(piece.kv_tensors for piece in shard.earlier_pieces), shard.kv_tensors]
-                for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
-                    rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
+                for name, tensors in zip(kv_names(layer), zip(*held, strict=True), strict=False):
+                    rows[name] = _join(tensors, bounds, 2)
     if rows or is_apart:
         heads_axis = kv_caches[0].own_shard.heads_axis if kv_caches else Axis(1, 0)
         rows[HEADS_TENSOR] = torch.tensor([heads_axis.index, heads_axis.size], device="cpu")

@@ -23,7 +23,7 @@ from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
+from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX, kv_names
 from attnmesh.store.locks import WriterLock, try_lock, without_writers
 from attnmesh.store.manifest import (
     MANIFEST,
@@ -72,9 +72,7 @@ class SavedGroup(NamedTuple):
         first = shards[layers[0]]
         saved_slots = slice(first.count_before(manifest.window_starts[layers[0]].oldest_kept_token), first.used_slots)
         kv_tensors = {
-            f"{kind} {layer}": x
-            for layer in layers
-            for kind, x in zip(("keys", "values"), shards[layer].kv_tensors, strict=False)
+            name: x for layer in layers for name, x in zip(kv_names(layer), shards[layer].kv_tensors, strict=False)
         }
         tensors = {name: x[:, :, saved_slots] for name, x in kv_tensors.items()}
         rewritten = first.config.mask is not None or manifest.length_of(layers[0]) != manifest.length

@@ -65,6 +65,11 @@ class LayerFiles(NamedTuple):
         return Journal(path, f"{self.folder.name} {self.head_rank} {self.token_rank} {self.layer}")
 
 
+def kv_names(layer: int) -> tuple[str, str]:
+    """Return the names of a layer's keys and values in files. A layer that keeps keys alone has the first."""
+    return f"keys {layer}", f"values {layer}"
+
+
 class RowShapes(NamedTuple):
     """Dtype of rows, and the shape of the keys and values of a piece."""
 
@@ -75,8 +80,8 @@ class RowShapes(NamedTuple):
 
     def named(self, layer: int, tokens: int = PIECE_TOKENS) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the tensors of a file, by their names."""
-        kinds = zip(("keys", "values"), self.widths, strict=False)
-        rows = {f"{kind} {layer}": (self.dtype, (self.batch, self.heads, tokens, width)) for kind, width in kinds}
+        names = zip(kv_names(layer), self.widths, strict=False)
+        rows = {name: (self.dtype, (self.batch, self.heads, tokens, width)) for name, width in names}
         return {**rows, TOKEN_INDEX: (torch.int64, (tokens,))}
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Axis, intersect
+from attnmesh.store.layer_files import kv_names
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
 ReadTensor = Callable[[str, torch.dtype, tuple[int, ...]], Tensor]
@@ -48,8 +49,8 @@ class ShardFiller:
         file_head_count = file_heads.stop - file_heads.start
         for layer, shard in self.shards.items():
             slots = (self.turn.slot(tokens) - self.forgotten).to(shard.device)
-            for kind, x in zip(("keys", "values"), shard.kv_tensors, strict=False):
-                rows = read(f"{kind} {layer}", x.dtype, (len(x), file_head_count, len(token_index), x.shape[3]))
+            for name, x in zip(kv_names(layer), shard.kv_tensors, strict=False):
+                rows = read(name, x.dtype, (len(x), file_head_count, len(token_index), x.shape[3]))
                 x[:, to].index_copy_(2, slots, rows[:, source, own_indices].to(shard.device))
             shard.token_index.index_copy_(0, slots, tokens.to(shard.device))
 
