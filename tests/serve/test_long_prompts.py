@@ -56,14 +56,14 @@ def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
         assert gate.begun.acquire(timeout=100)
         until(lambda: one.front.encoding_count == 2)
         assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
-        assert one.app._bodies.held > 2 << 17
+        assert one.app._bodies.held_bytes > 2 << 17
         code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
         assert (code, said["error"]["message"]) == (429, "2 requests run or wait, of 3. Ask again.")
         gate.open.set()
         for thread in threads:
             thread.join()
         assert codes == [400, 400]
-        assert one.app._bodies.held == one.front.encoding_count == 0
+        assert one.app._bodies.held_bytes == one.front.encoding_count == 0
 
 
 def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:

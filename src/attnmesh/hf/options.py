@@ -138,7 +138,7 @@ def agree_on_call(
         config = {"model's generation_config": describe_value(model.generation_config)}
         return {**prompt, **values, **config}
 
-    held = HeldCounts(0, 0, 0, False)
+    counts = HeldCounts(0, 0, 0, False)
     with agreement_with_peers(mesh, model, "generate", fields) as agreements:
         check_can_generate(model)
         _check_prompt(model, ids, attention_mask)
@@ -151,11 +151,11 @@ def agree_on_call(
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
         if cache is not None:
-            held = held_counts(cache)
+            counts = held_counts(cache)
         for agreement in agreements:
-            held = _compare_held(agreement, held)
+            counts = _compare_held(agreement, counts)
     if cache is not None:
-        truncate_to_shortest(cache, held)
+        truncate_to_shortest(cache, counts)
 
 
 @contextmanager
@@ -173,15 +173,15 @@ def agreement_with_peers(
             yield [peers_agreement, mesh_agreement]
 
 
-def _compare_held(agreement: Agreement, held: HeldCounts) -> HeldCounts:
+def _compare_held(agreement: Agreement, counts: HeldCounts) -> HeldCounts:
     """Compare a call, and return what the caches of all ranks hold.
 
     Raise if the caches differ and no error interrupted one of them: then ranks have passed different caches.
     """
-    payloads = agreement.compare(payload=held)
+    payloads = agreement.compare(payload=counts)
     held_by_all = HeldCounts.of_ranks(payloads)
-    if not held_by_all.is_interrupted and any(payload[0] != held.shortest for payload in payloads):
-        Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
+    if not held_by_all.is_interrupted and any(payload[0] != counts.shortest for payload in payloads):
+        Agreement(agreement.mesh, agreement.name, {"held": counts.shortest}).compare()
     return held_by_all
 
 

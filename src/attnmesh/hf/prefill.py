@@ -109,16 +109,16 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     if cache.folder is not None:
         cache.folder.identify(lambda: identify_model(model))
     length = cache.get_seq_length()
-    ids, held = prompt.ids, cache.tokens
+    ids, cached_tokens = prompt.ids, cache.tokens
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
     regime = rope_regime(cache.config, tokens, rope_growth(model))
     longest = ids.shape[1] - left_to_decode(cache.config)
     has_one_rope = not regime or cache.history.rope_regime == regime  # keys of others are useless
-    shared = 0 if held is None or not has_one_rope else min(length, longest, held.shape[1])
-    if held is not None and shared:
-        is_same = (prompt.mark(ids)[:, :shared] == held[:, :shared].to(ids.device)).all(0)
+    shared = 0 if cached_tokens is None or not has_one_rope else min(length, longest, cached_tokens.shape[1])
+    if cached_tokens is not None and shared:
+        is_same = (prompt.mark(ids)[:, :shared] == cached_tokens[:, :shared].to(ids.device)).all(0)
         same_tokens = int(is_same.long().cumprod(0).sum())
-        shared = shared_with_images(held, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
+        shared = shared_with_images(cached_tokens, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
     shared = cache.restorable_length(shared)  # 0 if a layer has forgotten what it needs
     cache.crop(shared - length)
     cache.history.rope_regime = regime

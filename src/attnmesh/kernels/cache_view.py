@@ -99,9 +99,9 @@ class CacheView(NamedTuple):
             padding = self.padding and self.padding._replace(positions=self.padding.positions[:, :used])
             tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
             return CacheView(*tensors, self.device_counts, padding, self.value_dim)
-        held = torch.arange(self.keys.shape[2], device=self.device_counts.device) < self.device_counts[USED]
-        padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
-        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, earlier_pieces=())
+        is_used = torch.arange(self.keys.shape[2], device=self.device_counts.device) < self.device_counts[USED]
+        padding = self.padding and self.padding._replace(positions=self.padding.positions.where(is_used, NOWHERE))
+        return self._replace(token_index=self.token_index.where(is_used, NOWHERE), padding=padding, earlier_pieces=())
 
     def count_used_slots(self) -> int:
         """Return how many slots hold tokens, without those of earlier pieces. The CPU waits for the device."""

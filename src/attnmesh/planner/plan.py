@@ -188,9 +188,9 @@ class Plan:
         price, layers = self.selection, self.workload.indexers
         messages = "candidates" if self.workload.phase == "decode" else "index keys"
         sent = f"{messages} send {bytes_text(price.inside + price.between)}, " if self.shape.ranks > 1 else ""
-        held = "index keys and selected indices take" if self.workload.phase != "decode" else "index keys take"
+        keys = "index keys and selected indices take" if self.workload.phase != "decode" else "index keys take"
         return (
-            f"Indexers ({layers}) take {seconds_text(price.seconds)}: {sent}{held} {bytes_text(price.memory)} a rank."
+            f"Indexers ({layers}) take {seconds_text(price.seconds)}: {sent}{keys} {bytes_text(price.memory)} a rank."
         )
 
     def _recurrent_line(self) -> str:

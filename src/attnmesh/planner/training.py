@@ -218,7 +218,7 @@ def _training_plan_on(model: TrainingSizes, cluster: Cluster, context: int, trai
     tokens_of_rank = ceil(work.length / context)
     tokens = work.batch * tokens_of_rank
     casts = _may_cast(cluster, trainer)
-    held, gradients = _held_bytes(model, cluster, trainer.ddp)
+    fixed_bytes, gradients = _held_bytes(model, cluster, trainer.ddp)
     width = WEIGHT_BYTES if casts or model.adapter_parameters else work.itemsize  # embeddings, adapters: of float32
     inputs = tokens * model.layers * model.hidden_size * width
     layer_input = inputs / model.layers
@@ -230,21 +230,21 @@ def _training_plan_on(model: TrainingSizes, cluster: Cluster, context: int, trai
     tiles, logits = _tiles_and_logits(model, cluster, trainer, tokens)
     beside_logits = on_device + residuals
     moments = (
-        Moment("loss", held + weights.loss + tiles.loss, beside_logits + logits.loss),
+        Moment("loss", fixed_bytes + weights.loss + tiles.loss, beside_logits + logits.loss),
         Moment(
             "gradient of the loss",
-            held + weights.loss_gradient + tiles.loss_gradient,
+            fixed_bytes + weights.loss_gradient + tiles.loss_gradient,
             beside_logits + logits.loss_gradient,
         ),
         Moment(
             "gradient of the head",
-            held + weights.head_gradient + tiles.head_gradient,
+            fixed_bytes + weights.head_gradient + tiles.head_gradient,
             beside_logits + logits.head_gradient,
         ),
-        Moment("last layer", held + weights.last_layer, on_device + layer),
-        Moment("first layer", held + weights.first_layer, layer_input + layer),
-        Moment("embedding", held + weights.embedding, residuals),
-        Moment("rollout", held, completions),
+        Moment("last layer", fixed_bytes + weights.last_layer, on_device + layer),
+        Moment("first layer", fixed_bytes + weights.first_layer, layer_input + layer),
+        Moment("embedding", fixed_bytes + weights.embedding, residuals),
+        Moment("rollout", fixed_bytes, completions),
     )
     memory = cluster.device.memory
     ratio = min((memory - moment.fixed_bytes) / moment.growing_bytes for moment in moments if moment.growing_bytes)
@@ -252,7 +252,7 @@ def _training_plan_on(model: TrainingSizes, cluster: Cluster, context: int, trai
         data=cluster.world // context,
         context=context,
         attention_plan=attention,
-        weight_and_optimizer_bytes=held,
+        weight_and_optimizer_bytes=fixed_bytes,
         gradient_bytes=gradients,
         input_bytes=on_device,
         layer_bytes=layer,
@@ -291,11 +291,11 @@ def _layer_bytes(model: TrainingSizes, attention: Plan, tokens: int, width: int)
 
 def _held_bytes(model: TrainingSizes, cluster: Cluster, ddp: bool) -> tuple[float, float]:
     """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
-    held, gradients = model.weight_and_optimizer_bytes, WEIGHT_BYTES * model.trained_parameters
+    fixed_bytes, gradients = model.weight_and_optimizer_bytes, WEIGHT_BYTES * model.trained_parameters
     digests = 8 * SUM_ELEMENTS if cluster.on_cpus else 0  # weights of digests
     if ddp:
-        return held + (gradients if cluster.world > 1 else 0) + digests, gradients
-    return held / cluster.world + digests, gradients / cluster.world
+        return fixed_bytes + (gradients if cluster.world > 1 else 0) + digests, gradients
+    return fixed_bytes / cluster.world + digests, gradients / cluster.world
 
 
 class StepWeights(NamedTuple):

@@ -46,14 +46,14 @@ class ReasoningMarks(NamedTuple):
 class TrailingSpace:
     """Space at the end of a text that grows, which is held back until more text follows."""
 
-    held: str = ""
+    held_back: str = ""
     has_text: bool = False
 
     def add(self, text: str, keep: bool) -> str:
         """Return what can be sent; `keep` says whether space at the beginning is part of the text."""
-        text = self.held + text
+        text = self.held_back + text
         end = len(text.rstrip())
-        self.held = text[end:]
+        self.held_back = text[end:]
         sent = text[:end] if keep or self.has_text else text[:end].lstrip()
         self.has_text = self.has_text or bool(sent)
         return sent
@@ -159,8 +159,8 @@ class AnswerParts:
         """Return the rest, after all text."""
         self.text.ended = True
         parts = self.add("")
-        held = "" if self.call_count or self.has_thought else self.content.held
-        return [*parts, ContentText(held)] if held else parts
+        held_back = "" if self.call_count or self.has_thought else self.content.held_back
+        return [*parts, ContentText(held_back)] if held_back else parts
 
     def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Reader[None]:
         if not is_thinking:

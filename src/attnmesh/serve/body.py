@@ -38,7 +38,7 @@ class Bodies:
 
     def __init__(self, max_body: int) -> None:
         self.max_body = max_body
-        self.held = 0
+        self.held_bytes = 0
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, tokens: int, convert: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:
@@ -55,7 +55,7 @@ class Bodies:
             )
             yield read, body.nbytes
         finally:
-            self.held -= body.nbytes
+            self.held_bytes -= body.nbytes
 
     async def _check(self, http: HttpRequest) -> None:
         """Raise on headers of what is no body, or one too large."""
@@ -85,10 +85,10 @@ class Bodies:
         received = http.stream()
         async for part in received:
             body.nbytes += len(part)
-            self.held += len(part)
+            self.held_bytes += len(part)
             if body.nbytes > self.max_body:
                 await self._refuse_size(received)
-            if self.held > MAX_LARGEST_BODIES * self.max_body:
+            if self.held_bytes > MAX_LARGEST_BODIES * self.max_body:
                 raise Refused(503, "The server receives as many bytes as it can hold. Ask again.")
             body.parts.append(decoder.decode(part))
         body.parts.append(decoder.decode(b"", final=True))

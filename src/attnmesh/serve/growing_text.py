@@ -137,8 +137,8 @@ class GrowingText:
         """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
         while True:
             begins = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
-            held = 0 if self.ended else partial_mark_length(self.text[self.at :], marks)
-            place, mark = min(begins, default=(len(self.text) - held, ""))
+            mark_length = 0 if self.ended else partial_mark_length(self.text[self.at :], marks)
+            place, mark = min(begins, default=(len(self.text) - mark_length, ""))
             piece = self.text[self.at : place]
             self.at = place + len(mark)
             if piece:

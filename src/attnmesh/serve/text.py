@@ -32,7 +32,7 @@ class Text:
         self.stopped = False
         self.detokenizer = Detokenizer(spelling, before)
         self.count = 0
-        self.held = ""
+        self.held_back = ""
         self.sent = 0
         """Characters that pieces had."""
         self.made = 0
@@ -55,23 +55,23 @@ class Text:
         piece = self._grow(self.detokenizer.end())
         if self.stopped:
             return piece
-        rest = self._send(self.held)
+        rest = self._send(self.held_back)
         last = tuple(self.waiting)
         return Piece(piece.text + rest.text, piece.tokens + rest.tokens + last)
 
     def _grow(self, text: str) -> Piece:
         """Return the held and the new text as far as no stop string may begin in it."""
-        self.held += text
+        self.held_back += text
         self.made += len(text)
-        ends = [index for stop in self.stops if (index := self.held.find(stop)) >= 0]
+        ends = [index for stop in self.stops if (index := self.held_back.find(stop)) >= 0]
         if ends:
             self.stopped = True
-            return self._send(self.held[: min(ends)])
-        beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        return self._send(self.held[: len(self.held) - max(beginnings, default=0)])
+            return self._send(self.held_back[: min(ends)])
+        beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.held_back.endswith(stop[:n]))
+        return self._send(self.held_back[: len(self.held_back) - max(beginnings, default=0)])
 
     def _send(self, text: str) -> Piece:
-        self.held = "" if self.stopped else self.held[len(text) :]
+        self.held_back = "" if self.stopped else self.held_back[len(text) :]
         self.sent += len(text)
         tokens = []
         while self.waiting and self.waiting[0][0] < self.sent:

@@ -57,8 +57,8 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
             rows[name_of_group(kv_caches, group)] = _join(indices, bounds, 0)
             for layer in group:
                 shard = kv_caches[layer].own_shard
-                held = [*(piece.kv_tensors for piece in shard.earlier_pieces), shard.kv_tensors]
-                for name, tensors in zip(kv_names(layer), zip(*held, strict=True), strict=False):
+                kv_pieces = [*(piece.kv_tensors for piece in shard.earlier_pieces), shard.kv_tensors]
+                for name, tensors in zip(kv_names(layer), zip(*kv_pieces, strict=True), strict=False):
                     rows[name] = _join(tensors, bounds, 2)
     if rows or is_apart:
         heads_axis = kv_caches[0].own_shard.heads_axis if kv_caches else Axis(1, 0)

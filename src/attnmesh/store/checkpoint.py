@@ -34,7 +34,7 @@ from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.manifest import MORE, Manifest, checked_folder, read_manifest
 from attnmesh.store.piece_files import fill_shards, with_length_now
 from attnmesh.store.tensor_file import TensorFile
-from attnmesh.store.token_ids import TOKEN_IDS, TokenIds, ids_in
+from attnmesh.store.token_ids import CACHED_IDS, TOKEN_IDS, TokenIds, ids_in
 
 ALL_LAYERS = LayersToLoad()
 """All layers of a folder, with the capacity that was saved."""
@@ -96,8 +96,8 @@ def _load_once(
     manifest, folder, token_mask, extra_tensors = saved_layers
     length = min(length for _, length in table)  # ranks may have read a growing folder one after the other
     manifest = manifest._replace(length=length)
-    if manifest.growing and "held" in extra_tensors:
-        extra_tensors["held"] = extra_tensors["held"][:, :length]
+    if manifest.growing and CACHED_IDS in extra_tensors:
+        extra_tensors[CACHED_IDS] = extra_tensors[CACHED_IDS][:, :length]
     caches = make_alike(make, device_mesh, _configs_of(manifest, to_load), **options)
 
     def read() -> bool:
@@ -223,7 +223,7 @@ def read_saved_layers(
             )
     _check_memory(configs, mesh, device, part, padded=manifest.padded)
     ids = ids_in(TokenIds(folder / manifest.folder_name), manifest) if manifest.configs else None
-    extra_tensors = {} if ids is None else {"held": ids}
+    extra_tensors = {} if ids is None else {CACHED_IDS: ids}
     if not manifest.has_extra:
         return SavedLayers(manifest, folder, None, extra_tensors)
     file = TensorFile(folder / manifest.folder_name / MORE)

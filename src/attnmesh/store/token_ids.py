@@ -14,8 +14,11 @@ from attnmesh.store.journal import Journal, read_file
 from attnmesh.store.manifest import MORE, Manifest
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile
 
-TOKEN_IDS = "more held"
-"""Name of the ids of all tokens among the tensors of `MORE`."""
+CACHED_IDS = "held"
+"""Name of the ids of all tokens among the extra tensors of a save. Files that exist have this name."""
+
+TOKEN_IDS = f"more {CACHED_IDS}"
+"""The same name among the tensors of `MORE`."""
 
 MAX_RECORDS = 4096
 """Records after which a journal begins anew, with one for all ids. That takes the digest of all ids."""

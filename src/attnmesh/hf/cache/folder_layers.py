@@ -25,6 +25,7 @@ from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.kv_folder import KVFolder
 from attnmesh.store.recover import recover
 from attnmesh.store.tensor_file import check_extra_tensors
+from attnmesh.store.token_ids import CACHED_IDS
 
 STATES = "recurrent."
 """First part of the names of recurrent states in a folder."""
@@ -77,11 +78,13 @@ def save_cache(cache: StoredLayers, path: str | Path, more: Mapping[str, Tensor]
     with Agreement(RankMesh.of(cache.mesh), "save"):
         check_extra_tensors({} if more is None else more)
         _check_filled(cache)
-        reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
+        reserved = [name for name in more or {} if name == CACHED_IDS or name.startswith(STATES)]
         if reserved:
-            raise StoreError("save more", f"names other than held and {STATES}*", ", ".join(reserved), "rename it")
+            raise StoreError(
+                "save more", f"names other than {CACHED_IDS} and {STATES}*", ", ".join(reserved), "rename it"
+            )
     is_known = cache.tokens is not None and kv_caches[0].length == cache.tokens.shape[1]
-    ids = {"held": cache.tokens.cpu()} if cache.tokens is not None and is_known else {}
+    ids = {CACHED_IDS: cache.tokens.cpu()} if cache.tokens is not None and is_known else {}
     states = {STATES + name: x.cpu().clone() for name, x in cache.states.items()}
     extra_tensors = {**ids, **states, **(more or {})}
     differ = cache.tokens_per_key != [1] * cache.num_kv_caches
@@ -134,7 +137,7 @@ def restore_cache(
         layer.reset()
     cache.set_states(states)
     cache.settings = replace(cache.settings, capacity=capacity)
-    cache.history = CacheHistory.of(extra_tensors.pop("held", None), cache.config)
+    cache.history = CacheHistory.of(extra_tensors.pop(CACHED_IDS, None), cache.config)
     return extra_tensors, note
 
 

@@ -39,20 +39,20 @@ def held_counts(cache: StoredLayers) -> HeldCounts:
     return HeldCounts(min(counts), named, lowest, is_interrupted)
 
 
-def truncate_to_shortest(cache: StoredLayers, held: HeldCounts) -> None:
+def truncate_to_shortest(cache: StoredLayers, counts: HeldCounts) -> None:
     """If an error interrupted a rank, truncate all layers to the shortest layer of all ranks.
 
-    If one layer has forgotten what it needs there, all layers drop all tokens. `held` is of all ranks, so that they
+    If one layer has forgotten what it needs there, all layers drop all tokens. `counts` is of all ranks, so that they
     decide alike. Every rank calls it.
     """
     cache.history.rollback_length = None
-    if not held.is_interrupted:
+    if not counts.is_interrupted:
         return
-    if held.shortest < held.lowest or not held.shortest:
+    if counts.shortest < counts.lowest or not counts.shortest:
         cache.reset()
         return
-    _go_back(cache, held.shortest, held.named)
-    cache.history.lowest = held.lowest
+    _go_back(cache, counts.shortest, counts.named)
+    cache.history.lowest = counts.lowest
 
 
 def length_before_step(cache: StoredLayers) -> int:

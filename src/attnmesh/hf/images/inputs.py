@@ -142,13 +142,13 @@ def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift |
 
 
 def shared_with_images(
-    tokens: Tensor, held: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
+    tokens: Tensor, cached_images: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
 ) -> int:
     """Return how many of `shared` tokens have the same images in a prompt and a cache: all, or those before the first.
 
     These `tokens` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
-    image token has the k-th feature. So the images of a prefix are the same if the cache's images, `held`, are the
-    first images of the prompt, or the prompt's the first of the cache.
+    image token has the k-th feature. So the images of a prefix are the same if the `cached_images` are the first
+    images of the prompt, or the prompt's the first of the cache.
     """
     is_image = tokens <= IMAGE_MARK
     image_token_count = int(is_image[:, :shared].sum())
@@ -156,7 +156,11 @@ def shared_with_images(
         return shared
     assert image_tokens is not None  # or no token of the prompt would have a mark
     is_whole = image_token_count in (int(is_image.sum()), int(image_tokens.is_image.sum()))
-    if held is not None and is_whole and _are_first(held, image_tokens.fingerprints, exactly=len(tokens) > 1):
+    if (
+        cached_images is not None
+        and is_whole
+        and _are_first(cached_images, image_tokens.fingerprints, exactly=len(tokens) > 1)
+    ):
         return shared
     return min(shared, int(is_image.any(0).long().argmax()))
 

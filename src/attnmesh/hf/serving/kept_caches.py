@@ -75,13 +75,13 @@ class KeptCaches:
         origin = Origin()
         ids = request.ids_tensor
         for cache_id in self._caches(request, others):
-            cache, held = self.worker.caches[cache_id], self._ids_of(cache_id)
-            common_tokens = self._count_common(held, ids, pictured=request.images is not None)
+            cache, cached_ids = self.worker.caches[cache_id], self._ids_of(cache_id)
+            common_tokens = self._count_common(cached_ids, ids, pictured=request.images is not None)
             score = common_tokens, self.images_digests.get(cache_id) == request.images_digest
-            if score > best and self._serves(cache, common_tokens, len(held)):
+            if score > best and self._serves(cache, common_tokens, len(cached_ids)):
                 ended = cache_id in self.kept and cache_id not in self.snapshots
                 best = score
-                origin = Origin(cache_id, common_tokens, moves=ended and common_tokens >= len(held) - 1)
+                origin = Origin(cache_id, common_tokens, moves=ended and common_tokens >= len(cached_ids) - 1)
         return origin
 
     def find_parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
@@ -117,10 +117,12 @@ class KeptCaches:
             self.ids[cache_id] = tokens, copied
         return self.ids[cache_id][1]
 
-    def _count_common(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
-        most = max(0, min(len(held), len(ids) - self.worker.left_to_decode))
-        differs = ((held[:most] != ids[:most]) & ~(pictured & (held[:most] <= IMAGE_MARK))).nonzero()
+    def _count_common(self, cached_ids: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
+        most = max(0, min(len(cached_ids), len(ids) - self.worker.left_to_decode))
+        differs = ((cached_ids[:most] != ids[:most]) & ~(pictured & (cached_ids[:most] <= IMAGE_MARK))).nonzero()
         return int(differs[0]) if len(differs) else most
 
-    def _serves(self, cache: ShardedCache, common_tokens: int, held: int) -> bool:
-        return common_tokens == held if self.worker.is_recurrent else bool(cache.restorable_length(common_tokens))
+    def _serves(self, cache: ShardedCache, common_tokens: int, cached_length: int) -> bool:
+        return (
+            common_tokens == cached_length if self.worker.is_recurrent else bool(cache.restorable_length(common_tokens))
+        )

@@ -193,9 +193,9 @@ class RankStore:
         """Return the rows of a block, an entry for each file; none if this rank needs no row of it."""
         if not reading.filler.needs(block):
             return []
-        held = self.memory.get(block)
-        if held is not None and (read_from == ReadFrom.MEMORY or _is_whole(held, block)):
-            return [held]
+        rows_in_memory = self.memory.get(block)
+        if rows_in_memory is not None and (read_from == ReadFrom.MEMORY or _is_whole(rows_in_memory, block)):
+            return [rows_in_memory]
         return [self.folder.read(block, file_number) for file_number in range(block.file_count)]
 
 

@@ -137,8 +137,8 @@ class RankWorker:
     def do_drop(self, cache_ids: Sequence[int]) -> None:
         """Forget caches."""
         for cache_id in cache_ids:
-            for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
-                held.pop(cache_id, None)
+            for by_cache in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
+                by_cache.pop(cache_id, None)
         self.nbytes = self.count_bytes()
 
     def do_start(self, start: Start) -> int:

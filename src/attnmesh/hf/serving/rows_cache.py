@@ -112,8 +112,8 @@ class RowsStates(StateLayer):
 
     def __init__(self, rows: Sequence[StateLayer]) -> None:
         LinearAttentionLayer.__init__(self, rows[0].number_of_states)
-        held = [row.tensors for row in rows]
-        self.set_tensors({name: torch.cat([tensors[name] for tensors in held]) for name in held[0]})
+        row_tensors = [row.tensors for row in rows]
+        self.set_tensors({name: torch.cat([tensors[name] for tensors in row_tensors]) for name in row_tensors[0]})
 
     def give_back(self, rows: Sequence[StateLayer]) -> None:
         """Set the states of each row to its part of these tensors."""

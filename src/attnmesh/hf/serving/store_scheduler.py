@@ -163,8 +163,8 @@ class StoreScheduler:
             and all(kv_cache.is_block_cyclic for kv_cache in cache.kv_caches)
         ):
             ids = request.ids
-            held = cache.get_seq_length() - rejected
-            self.saving.append(SavingCache(cache_id, ids, self._names(request), min(held, len(ids))))
+            length = cache.get_seq_length() - rejected
+            self.saving.append(SavingCache(cache_id, ids, self._names(request), min(length, len(ids))))
 
     def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that forget, save and load blocks, before those of a step.
@@ -365,11 +365,11 @@ class StoreScheduler:
 
     def _choose_source(self, block: StoredBlock, run_tokens: int) -> ReadFrom:
         """Return from where a block is read. If one rank reads it whole and there is room, it is kept in memory."""
-        held = self.tiers.memory.blocks.get(block)
-        if held is not None and held.run_tokens == run_tokens:
+        block_in_memory = self.tiers.memory.blocks.get(block)
+        if block_in_memory is not None and block_in_memory.run_tokens == run_tokens:
             return ReadFrom.MEMORY
         whole = block.file_count == self.worker.mesh.heads.size == 1 and not block.is_state
-        if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
+        if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or block_in_memory is not None:
             return ReadFrom.DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
         return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
