@@ -240,7 +240,7 @@ class KVCache(CacheProperties):
             return
         new = NewTokens(k, v, token_mask)
         with self.guard.agreement("append", new.fields):
-            new.check(self.config, self.device)
+            new.check(self.config, self.own_shard.device)
             self.own_shard.check_unpadded("append", token_mask)
             self.local_shards.check_fits("append", k.shape[2])
         with torch.no_grad():
@@ -282,7 +282,7 @@ class KVCache(CacheProperties):
             return {"tokens": start, "capacity": self.config.capacity, "queries": queries, **new.padding_fields()}
 
         with self.guard.agreement("append_shard", always=True) as agreement:
-            new.check_shard(self.config, self.device, positions, self.rank_mesh.ranks)
+            new.check_shard(self.config, self.own_shard.device, positions, self.rank_mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.own_shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)

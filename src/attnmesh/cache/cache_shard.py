@@ -41,7 +41,7 @@ class CacheShard(ABC):
     def __init__(
         self, config: CacheConfig, heads_axis: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
-        self.config, self.heads_axis, self.index, self.device = config, heads_axis, index, device
+        self.config, self.heads_axis, self.index = config, heads_axis, index
         self.on_gpu = device.type == "cuda"
         """True where the CPU would wait to read how many tokens there are: callers count them there."""
         self.block_cyclic = block_cyclic
@@ -49,6 +49,8 @@ class CacheShard(ABC):
         with torch.inference_mode(False):  # a tensor that can be written to in any mode
             last = USED if config.mask is None else FORGOTTEN_BLOCKS
             self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
+        self.device = self.device_counts.device
+        """The device with its number, which the caller's may lack."""
         self.padding: Padding | None = None
 
     # --- each kind has these of its own ---

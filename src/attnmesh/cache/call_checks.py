@@ -44,10 +44,10 @@ def check_new(subject: str, config: CacheConfig, k: Tensor, v: Tensor | None, de
 def check_dtype_and_device(
     subject: str, config: CacheConfig, x: Tensor, device: torch.device, *, rows: bool = False
 ) -> None:
-    """Raise unless a tensor has the cache's dtype, or that of its stored rows, on its type of device."""
+    """Raise unless a tensor has the cache's dtype, or that of its stored rows, on its device."""
     storage_format = config.storage_format if rows else None
     dtype = config.dtype if storage_format is None else storage_format.dtype
-    if x.dtype != dtype or x.device.type != device.type:
+    if x.dtype != dtype or x.device != device:
         fix = "call .to() with the cache's dtype and device"
         raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)
 

@@ -102,4 +102,5 @@ def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[An
     """Return all that the checks of new tokens depend on; None for tensors that are not plain, such as traced ones."""
     if not are_plain(*tensors_to_append(k, v), on_gpu=shard.on_gpu):
         return None
-    return (k.shape, k.dtype, shard.config) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.config)
+    of_keys = k.shape, k.dtype, k.get_device(), shard.config
+    return of_keys if v is None else (*of_keys, v.shape, v.dtype, v.get_device())

@@ -42,9 +42,19 @@ def find_step(
     count = len(caches)
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
-    sinks_kind = None if sinks is None else (sinks.shape, sinks.dtype)
+    sinks_kind = None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device())
     # Options of equal values may differ in type.
-    signature = q.shape, count, q.dtype, sinks_kind, checked, type(checked), *options, *map(type, options)
+    signature = (
+        q.shape,
+        count,
+        q.dtype,
+        q.get_device(),
+        sinks_kind,
+        checked,
+        type(checked),
+        *options,
+        *map(type, options),
+    )
     try:
         prepared_step = prepared.get(signature)
     except TypeError:  # an option has no hash

@@ -141,7 +141,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
             raise ShapeError(subject, "caches of one sequence", f"one of {cache.config.batch}", fix)
         if (cache.token_axis, cache.rank_mesh.heads) != (first.token_axis, first.rank_mesh.heads):
             raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
-        if cache.config.common_config != first.config.common_config or cache.device != first.device:
+        if cache.config.common_config != first.config.common_config or cache.own_shard.device != first.own_shard.device:
             expected = "caches of equal heads, widths, dtypes and masks"
             fix = "decode rows of one model and layer together"
             raise ShapeError(subject, expected, f"{cache.config} beside {first.config}", fix)

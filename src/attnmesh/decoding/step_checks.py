@@ -87,7 +87,7 @@ def spec_of_step(
         given = f"{q.shape[1]} query heads on {config.kv_heads} key heads"
         fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % config.kv_heads == 0)
         raise ShapeError(f"{subject} q{row_text}", "query heads a multiple of key heads", given, fix)
-    check_dtype_and_device(f"{subject} q{row_text}", config, q, cache.device)
+    check_dtype_and_device(f"{subject} q{row_text}", config, q, cache.own_shard.device)
     check_mask(f"{subject} mask", options.mask)
     if config.mask is not None and not options.mask.sees_no_further_back_than(config.mask):
         expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
