@@ -80,10 +80,10 @@ def test_what_is_written_into_a_blank_message_is_in_it() -> None:
 
 
 def test_short_messages_in_float32_alone_are_native() -> None:
-    assert PLAIN.is_native
-    assert not FORMS[1].is_native
-    assert not FORMS[2].is_native
+    assert PLAIN.fits_native
+    assert not FORMS[1].fits_native
+    assert not FORMS[2].fits_native
     longest = MessageForm((1, 1, 1, MESSAGE_BYTES // 4 - 3), torch.float32, torch.float32)
     assert longest.size == MESSAGE_BYTES
-    assert longest.is_native
-    assert not MessageForm((1, 1, 1, MESSAGE_BYTES // 4 - 2), torch.float32, torch.float32).is_native
+    assert longest.fits_native
+    assert not MessageForm((1, 1, 1, MESSAGE_BYTES // 4 - 2), torch.float32, torch.float32).fits_native

@@ -27,9 +27,19 @@ class FrozenPiece(NamedTuple):
         return len(self.token_index) - 1
 
     @property
+    def tokens(self) -> Tensor:
+        """Index of each token."""
+        return self.token_index[:-1]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Keys, and values if they are separate, of the tokens."""
+        return [x[:, :, :-1] for x in self.kv_tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tokens in memory: those of one sequence if all sequences read the same."""
-        return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.kv_tensors)
+        return sum((x[:1] if x.stride(0) == 0 else x).nbytes for x in self.rows)
 
     def part(self, start: int, stop: int) -> "FrozenPiece":
         """Return the tokens from `start` up to `stop`."""

@@ -20,7 +20,6 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import InputError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.shares import check_copies, checked_shares
 from attnmesh.runtime.unbroken import Step, unbroken
 
 
@@ -420,9 +419,3 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
         next_groups = [groups[(place + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
-
-
-def checked_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
-    """Return the shares, None for even ones and for "auto". Raise unless tokens can be placed on `ranks` ranks."""
-    check_copies(subject, copies, ranks)
-    return checked_shares(subject, shares, ranks)

@@ -270,7 +270,7 @@ class MemoryShard(CacheShard):
         slot_count = allocated_slots(slots, config.block)
         self._viewed = None  # the view would keep the old memory
         with torch.inference_mode(False):
-            indices = [piece.token_index[:-1] for piece in before]
+            indices = [piece.tokens for piece in before]
             token_index = join_slots([*indices, self.token_index[forgotten:used]], 0, slot_count)
             padding = self.padding
             device_counts = self.device_counts.clone()
@@ -283,7 +283,7 @@ class MemoryShard(CacheShard):
             in_place = slot_count >= len(self.token_index) and not (forgotten or before)
             kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
             for index, old in enumerate(self.kv_tensors):
-                parts = [piece.kv_tensors[index][:, :, :-1] for piece in before]
+                parts = [piece.rows[index] for piece in before]
                 kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
         device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
         return {

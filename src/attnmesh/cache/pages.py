@@ -83,7 +83,7 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
         return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * token, token, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
-    return Pages(pool(keys), pool(values), table.int(), lengths, piece.token_index[:-1])
+    return Pages(pool(keys), pool(values), table.int(), lengths, piece.tokens)
 
 
 def _append_table(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:

@@ -81,11 +81,12 @@ class HostMerge:
 def agreed_host_merge(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
-    Collective at its first call along an axis. The bound is safe, as `collective_once` says.
+    Collective at its first call along an axis. The bound is safe: a result made anew sends nothing, as
+    `agreed_axis_mailboxes` keeps what it found.
     """
     mailboxes = agreed_axis_mailboxes(axis)
     form = MessageForm(shape, torch.float32, torch.float32)
-    if mailboxes is None or not form.is_native or not merge.is_native:
+    if mailboxes is None or not form.fits_native or merge.pattern is None:
         return None
     return HostMerge(axis, form, merge, mailboxes)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attnmesh.comm.merges import Merge, MergeTransport, native_merges
+from attnmesh.comm.merges import Merge, MergeTransport, merges_of_auto
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.runtime.counters import current_traffic
@@ -44,13 +44,13 @@ def agreed_fastest_merge(transport: TimedTransport) -> Merge:
         own = _time_merges(transport, form, TRIAL_CALLS if in_one_host else 1)
         slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
-    most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
+    most = dict(zip(merges_of_auto(), map(max, zip(*losses, strict=True)), strict=True))
     return min(most, key=lambda merge: most[merge])
 
 
 def _time_merges(transport: TimedTransport, form: MessageForm, calls: int) -> list[int]:
     """Return this rank's median nanoseconds of each native merge. Merges take turns of `calls` calls."""
-    nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
+    nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in merges_of_auto()}
     token = current_traffic.set(None)
     try:
         for _ in range(TRIALS):

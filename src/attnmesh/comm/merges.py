@@ -115,11 +115,6 @@ class Merge(NamedTuple):
         """Name of the scheme of decoding with it."""
         return self.published_as or self.name
 
-    @property
-    def is_native(self) -> bool:
-        """True if one native call of a host may stand in for `run`."""
-        return self.pattern is not None
-
     def seconds(self, group: MergeGroup, payload: MessageSize, cluster: Cluster) -> float:
         """Return the predicted seconds of one merge."""
         total = Cost()
@@ -195,11 +190,11 @@ def merge_of_own_heads() -> Merge:
     return next(merge for merge in MERGES.values() if merge.sends_own_heads)
 
 
-def native_merges() -> list[Merge]:
+def merges_of_auto() -> list[Merge]:
     """Return the merges among which "auto" takes the fastest."""
-    return [merge for merge in MERGES.values() if merge.is_native]
+    return [merge for merge in MERGES.values() if merge.pattern is not None]
 
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
-    """Return the native merge of the lowest predicted cost for short messages, of equal ones the last record."""
-    return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_MESSAGE, cluster))
+    """Return the merge of "auto" with the lowest predicted cost for short messages, of equal ones the last record."""
+    return min(merges_of_auto()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_MESSAGE, cluster))

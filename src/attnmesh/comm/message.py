@@ -46,7 +46,7 @@ class MessageForm:
         return -(-end // itemsize) * itemsize
 
     @property
-    def is_native(self) -> bool:
+    def fits_native(self) -> bool:
         """True for messages that the native library merges through mailboxes: short ones, all in float32."""
         return self.lse_dtype == self.out_dtype == torch.float32 and self.size <= MESSAGE_BYTES and not interpreted()
 

@@ -237,7 +237,7 @@ class HostTransport(Transport):
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> PartialWithChecksum:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
-        if form.is_native and not reproducible:
+        if form.fits_native and not reproducible:
             own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
             rounds_done = next(
                 (i for i, own_round in enumerate(own_rounds) if not self.mailboxes.holds(own_round)), len(own_rounds)
@@ -247,7 +247,7 @@ class HostTransport(Transport):
 
     def merges_all_heads(self, form: MessageForm) -> bool:
         """Return whether all ranks share the host, and the native library merges messages of this form."""
-        return self.holds_all_ranks and form.is_native
+        return self.holds_all_ranks and form.fits_native
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""

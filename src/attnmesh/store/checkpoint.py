@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.cache.local_shards import checked_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.shares import check_copies, checked_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.manifest import MORE, Manifest, checked_folder, read_manifest
@@ -65,7 +65,7 @@ def load_layers(
     """
     options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
     for attempt in range(MAX_ATTEMPTS):
-        loaded = _load_once(make, path, device_mesh, to_load, options, again=attempt + 1 < MAX_ATTEMPTS)
+        loaded = _load_once(make, path, device_mesh, to_load, options, may_retry=attempt + 1 < MAX_ATTEMPTS)
         if loaded is not None:
             return loaded
     raise _never_at_rest(path)
@@ -78,18 +78,22 @@ def _load_once(
     to_load: LayersToLoad,
     options: Mapping[str, Any],
     *,
-    again: bool,
+    may_retry: bool,
 ) -> tuple[list[Cache], dict[str, Tensor], str] | None:
-    """Return what `load_layers` does; on all ranks None if the folder has changed meanwhile, to be read `again`."""
+    """Return what `load_layers` does. With `may_retry` all ranks return None if the folder has changed meanwhile."""
     mesh = RankMesh.of(device_mesh)
     before = _state_of(path)
     with Agreement(mesh, "load") as agreement:
         saved_layers = _unless_changed(
-            lambda: _checked_layers(path, device_mesh, to_load, **options), path, before, again=again
+            lambda: _checked_layers(path, device_mesh, to_load, **options), path, before, may_retry=may_retry
         )
         own_manifest = None if saved_layers is None else saved_layers.manifest
-        fields = {"of": None if again else own_manifest, "capacity": to_load.capacity, "shares": options["shares"]}
-        numbers = [0, 0] if own_manifest is None else [int(own_manifest.name, 16) >> 2, own_manifest.length]
+        fields = {
+            "save": None if may_retry else own_manifest,
+            "capacity": to_load.capacity,
+            "shares": options["shares"],
+        }
+        numbers = [0, 0] if own_manifest is None else [own_manifest.name_bits, own_manifest.length]
         table = agreement.compare(fields, payload=numbers)
     if saved_layers is None or len({name for name, _ in table}) > 1:
         return None
@@ -106,7 +110,7 @@ def _load_once(
 
     with torch.no_grad():
         with Agreement(mesh, "load") as agreement:
-            is_read = bool(_unless_changed(read, path, before, again=again))
+            is_read = bool(_unless_changed(read, path, before, may_retry=may_retry))
             table = agreement.compare(payload=[is_read])
         if not all(done for (done,) in table):
             return None
@@ -130,14 +134,14 @@ FolderState = tuple[object, ...]
 """Signs that a folder is written to: the name of its save, and sizes and times of journals."""
 
 
-def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *, again: bool) -> T | None:
-    """Return what `read` returns of a folder. If it changed since `before`, return None to read `again`, or raise."""
+def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *, may_retry: bool) -> T | None:
+    """Return what `read` returns of a folder. If it changed since `before`, raise, or return None with `may_retry`."""
     try:
         return read()
     except StoreError as error:
         if (now := _state_of(path)) == before:
             raise
-        if again:
+        if may_retry:
             return None
         if now[:1] != before[:1]:
             raise
@@ -178,19 +182,21 @@ def _checked_layers(
     to_load: LayersToLoad,
     *,
     device: torch.device | str | None,
-    checked: bool | None,
     copies: int,
     shares: Sequence[float] | str | None,
+    **_: object,
 ) -> SavedLayers:
     """Return the saved layers of a folder. Raise if caches with these options could not take them on this rank."""
     target = device_for(device_mesh, device)
     if fault := device_fault("load", target, device):
         raise fault
     mesh = RankMesh.of(device_mesh)
-    parts = checked_placement("load", copies, shares, mesh.queries.size * mesh.keys.size)
-    share = 0.0 if shares == "auto" else held_part(parts, mesh)
+    ranks = mesh.queries.size * mesh.keys.size
+    check_copies("load", copies, ranks)
+    known_shares = checked_shares("load", shares, ranks)
+    part = 0.0 if shares == "auto" else part_of_rank(known_shares, mesh)
     shard_device = target if to_load.hot is None else torch.device("cpu")
-    return read_saved_layers(path, mesh, shard_device, to_load, copies * share)
+    return read_saved_layers(path, mesh, shard_device, to_load, copies * part)
 
 
 def read_saved_layers(
@@ -242,7 +248,7 @@ def _configs_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheConfig,
     return configs
 
 
-def held_part(shares: Sequence[float] | None, mesh: RankMesh) -> float:
+def part_of_rank(shares: Sequence[float] | None, mesh: RankMesh) -> float:
     """Return the part of all tokens that this rank's shard holds."""
     if shares is None:
         return 1 / (mesh.queries.size * mesh.keys.size)

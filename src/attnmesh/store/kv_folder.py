@@ -55,7 +55,7 @@ class KVFolder:
                 self.manifest = self._read(name)
                 self.save_path = self.path / self.manifest.folder_name
                 make_private(self.subject, self.save_path)
-                agreement.compare({"of": self.manifest.name, "grows": self.manifest.growing})
+                agreement.compare({"save": self.manifest.name, "grows": self.manifest.growing})
         self.ids = TokenIds(self.save_path)
         self.journals.append(self.ids.journal)
         own_hosts = (
@@ -198,7 +198,7 @@ class KVFolder:
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [
-                *(piece.token_index[:-1] for piece in shard.earlier_pieces),
+                *(piece.tokens for piece in shard.earlier_pieces),
                 shard.token_index[: shard.used_slots].cpu(),
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))

@@ -79,6 +79,11 @@ class Manifest(NamedTuple):
         """Name of the folder with this save's files."""
         return f"{self.save_number}-{self.name}"
 
+    @property
+    def name_bits(self) -> int:
+        """The first 62 bits of the name, a number that ranks can gather as an int64."""
+        return int(self.name, 16) >> 2
+
     def with_layer(self, config: CacheConfig) -> "Manifest":
         """Return the manifest with one more layer, which keeps all tokens."""
         return self._replace(configs=(*self.configs, config), window_starts=(*self.window_starts, WindowStart()))

@@ -34,7 +34,8 @@ PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15}
 class PieceFile(NamedTuple):
     """File of one rank's tokens `start` to `stop` of those saved, by its indices along heads and tokens.
 
-    It has the layers that keep the same tokens as layer `leader`.
+    It has the layers that keep the same tokens as layer `leader`. In a folder that grows each layer has files of its
+    own, and is its `leader`.
     """
 
     head_rank: int
@@ -92,26 +93,33 @@ def with_length_now(path: Path, manifest: Manifest) -> Manifest:
 
 
 def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
-    """Yield the files of a layer in a folder that grows."""
+    """Yield the files of a layer in a folder that grows.
+
+        whole  whole  being filled    the last piece has tokens, and room for more
+        whole  whole  whole           the last piece is full, and its file has the name of a whole one
+        whole  whole                  the last piece has no token yet
+
+    A rank's journal begins with its last piece, and has the digests of all pieces before it as a chain.
+    """
     config = manifest.configs[layer]
     shapes = RowShapes(config.row_dtype, config.batch, config.kv_heads // manifest.head_ranks, config.row_widths)
     for files in _layer_files(path, manifest, layer):
         journal = _read_journal(files)
-        base, stop = journal.records[0].stop, journal.last.stop
-        piece_index = base // PIECE_TOKENS
-        filling = files.filling(piece_index)
-        full = stop == base + PIECE_TOKENS and not filling.exists()
-        paths = [files.whole_or_shared(whole) for whole in range(piece_index + full)]
+        last_start, stop = journal.records[0].stop, journal.last.stop
+        earlier_pieces = last_start // PIECE_TOKENS
+        filling = files.filling(earlier_pieces)
+        last_is_whole = stop == last_start + PIECE_TOKENS and not filling.exists()
+        whole_paths = [files.whole_or_shared(index) for index in range(earlier_pieces + last_is_whole)]
         chain = 0
-        for path in paths[:piece_index]:
-            chain = extend_chain(chain, TensorFile(path), [*shapes.named(layer)])
+        for whole_path in whole_paths[:earlier_pieces]:
+            chain = extend_chain(chain, TensorFile(whole_path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
         piece_of = partial_of(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
-        for whole, path in enumerate(paths):
-            yield piece_of(start=whole * PIECE_TOKENS, stop=(whole + 1) * PIECE_TOKENS, path=path)
-        if stop > base and not full:
+        for index, whole_path in enumerate(whole_paths):
+            yield piece_of(start=index * PIECE_TOKENS, stop=(index + 1) * PIECE_TOKENS, path=whole_path)
+        if stop > last_start and not last_is_whole:
             last_piece = LastPieceFile(filling, journal, shapes, layer)
-            yield piece_of(start=base, stop=stop, path=filling, last_piece=last_piece)
+            yield piece_of(start=last_start, stop=stop, path=filling, last_piece=last_piece)
 
 
 def fill_shards(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
