@@ -14,6 +14,7 @@ tokens are in the files of `layer_files.py`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial as partial_of
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -63,9 +64,10 @@ def load_layers(
     Every rank calls it. If another save replaces this one meanwhile, that is loaded. If a cache writes to the folder
     meanwhile, it is read anew. `make` is `KVCache`.
     """
-    options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
+    options = {"device": device, "copies": copies, "shares": shares}
+    make_checked = partial_of(make, checked=checked)
     for attempt in range(MAX_ATTEMPTS):
-        loaded = _load_once(make, path, device_mesh, to_load, options, may_retry=attempt + 1 < MAX_ATTEMPTS)
+        loaded = _load_once(make_checked, path, device_mesh, to_load, options, may_retry=attempt + 1 < MAX_ATTEMPTS)
         if loaded is not None:
             return loaded
     raise _never_at_rest(path)
@@ -184,7 +186,6 @@ def _checked_layers(
     device: torch.device | str | None,
     copies: int,
     shares: Sequence[float] | str | None,
-    **_: object,
 ) -> SavedLayers:
     """Return the saved layers of a folder. Raise if caches with these options could not take them on this rank."""
     target = device_for(device_mesh, device)
