@@ -231,6 +231,7 @@ class Failing:
 
 def test_a_request_that_loses_each_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_REPLAYS", 1)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     with served(Failing(), max_restarts=9) as one:
         code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
         assert (code, said["error"]["message"]) == (500, "Ranks were lost 2 times during this request.")
