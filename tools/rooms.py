@@ -42,10 +42,17 @@ COMMAND = {f"command.{file.stem}": file for file in sorted((SOURCE.parent / "att
 
 
 @cache
-def imports(file: Path) -> frozenset[str]:
+def imported(file: Path) -> frozenset[str]:
+    """The modules that a file imports, also inside functions, and the names that it imports from each."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
+
+
+def imports(file: Path) -> set[str]:
     """The files and rooms of the package that a file imports, also inside functions."""
-    nodes = [*ast.walk(ast.parse(file.read_text()))]
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names = {name for n in froms for name in (n.module, *(f"{n.module}.{alias.name}" for alias in n.names))}
-    names |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    return frozenset({str(name).removeprefix("attnmesh.") for name in names} & (FILES | PACKAGES).keys())
+    return {name.removeprefix("attnmesh.") for name in imported(file)} & (FILES | PACKAGES).keys()
