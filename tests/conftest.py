@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("project")
 
 TESTS = Path(__file__).parent
 LONGEST = TESTS / "tools"
-"""A minute of hostile clients, which is not for the end."""
+"""A turn of hostile clients, which is not for the end."""
 WAITING = (LONGEST, TESTS / "serve", TESTS / "cli", TESTS / "comm")
 """Folders of tests that wait more than they compute."""
 

@@ -1,11 +1,10 @@
 """Each room imports only along these arrows, and no two files import each other."""
 
-import ast
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tools.rooms import ARROWS, COMMAND, FILES, PACKAGES, imports
+from tools.rooms import ARROWS, COMMAND, FILES, PACKAGES, imported, imports
 
 APART = {("planner", "kernels")}
 """Rooms that stand apart, though arrows lead from one to the other.
@@ -34,19 +33,14 @@ def test_the_options_of_the_command_import_nothing_of_the_package() -> None:
 
 
 def test_the_package_imports_nothing_that_is_in_a_checkout_alone() -> None:
-    nodes = {name: [*ast.walk(ast.parse(file.read_text()))] for name, file in FILES.items()}
-    modules = {(name, str(n.module)) for name in nodes for n in nodes[name] if isinstance(n, ast.ImportFrom)}
-    modules |= {(name, x.name) for name in nodes for n in nodes[name] if isinstance(n, ast.Import) for x in n.names}
+    modules = {(name, module) for name, file in FILES.items() for module in imported(file)}
     assert not [pair for pair in modules if pair[1].split(".")[0] in ("benchmarks", "tests", "tools")]
 
 
 def test_no_file_imports_from_a_file_of_tests() -> None:
     folders = (Path(__file__).parents[1] / folder for folder in ("tests", "tools", "benchmarks"))
-    files = {file: ast.parse(file.read_text()) for folder in folders for file in folder.rglob("*.py")}
-    froms = [
-        (file, node) for file, tree in files.items() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-    ]
-    names = [(file, name) for file, n in froms for name in (*str(n.module).split("."), *(x.name for x in n.names))]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    names = [(file, name) for file in files for module in imported(file) for name in module.split(".")]
     assert any(name == "support" for _, name in names)
     assert not [(str(file), name) for file, name in names if name.startswith("test_")], "share it in tests/support"
 

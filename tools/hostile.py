@@ -67,7 +67,7 @@ class Honest:
     texts: int = 0
     refused: int = 0
     harassed: bool = False
-    ended: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def stream(self, request: dict[str, Any]) -> str | None:
         """Return the text of a stream; None if the server is full."""
@@ -98,8 +98,7 @@ class Honest:
     def go_on(self, client: int) -> None:
         """Stream until the end."""
         random = Random(client)
-        while not self.ended:
-            time.sleep(random.uniform(0.0, self.pause))
+        while not self.ended.wait(random.uniform(0.0, self.pause)):
             number = random.randrange(len(self.requests))
             try:
                 text = self.stream(self.requests[number])
@@ -245,7 +244,10 @@ def run(seconds: float, seed: int, pauses: Pauses) -> Outcome:
 def _take_turns(
     server: ServerProcess, honest: Honest, seconds: float, seed: int, pause: float
 ) -> tuple[dict[str, Counter[str]], list[float], list[str]]:
-    """Let hostile clients come and go. Return counts of statuses by act, megabytes at each look, and faults."""
+    """Let hostile clients come and go. Return counts of statuses by act, megabytes at each look, and faults.
+
+    The first turn with them lasts until each act is done.
+    """
     threads = [threading.Thread(target=honest.go_on, args=(client,)) for client in range(HONEST)]
     acts: dict[str, Counter[str]] = {act.__name__: Counter() for act in ACTS}
     memory, faults = list[float](), list[str]()
@@ -259,14 +261,15 @@ def _take_turns(
                 time.sleep(0 if harassed else 0.5)  # what was begun ends
                 honest.harassed = harassed
                 until = time.monotonic() + length
-                while time.monotonic() < until:
+                patient = until + PATIENCE * harassed
+                while (now := time.monotonic()) < until or (now < patient and not all(acts.values())):
                     time.sleep(1.0)
                     memory.append(server.megabytes())
                     faults += [] if server.healthy() else ["/health did not say 200"]
-                faults += _count(seen, acts)  # a process whose queue is full does not end
+                    faults += _count(seen, acts)  # a process whose queue is full does not end
             print(f"\r{max(0, end - time.monotonic()):.0f} s left, {honest.texts} texts", end="", file=sys.stderr)
         print(file=sys.stderr)
-        honest.ended = True
+        honest.ended.set()
         for thread in threads:
             thread.join(PATIENCE)
     return acts, memory, [*faults, *_count(seen, acts)]

@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def shared_classes(trees: dict[str, ast.Module]) -> Found:
     """Return names of classes that stand in several files."""
     positions = defaultdict(set)
     for name, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if isinstance(node, ast.ClassDef):
                 positions[node.name].add(name)
     return _several(positions)
@@ -222,7 +223,7 @@ def mask_fields_read(trees: dict[str, ast.Module]) -> Found:
         (name, node)
         for name, tree in trees.items()
         if name != "core.mask"
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Attribute) and node.attr in fields
     )
     found = ((name, node, ast.unparse(node.value)) for name, node in read)
@@ -276,6 +277,12 @@ COUNTS = {
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 
 
+@cache
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a file, which most counts look through."""
+    return [*ast.walk(tree)]
+
+
 def _several(positions: dict[str, set[str]], most: int = 1) -> Found:
     return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(positions.items()) if len(some) > most]
 
@@ -299,7 +306,7 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterable[tuple[str, str]]:
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    froms = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    froms = (node.module or "" for node in _nodes(tree) if isinstance(node, ast.ImportFrom))
     return {module for module in froms if module.startswith("attnmesh.")}
 
 
@@ -310,7 +317,7 @@ def _imported_names(tree: ast.Module) -> Iterable[ast.alias]:
 def _names(tree: ast.Module) -> set[str]:
     """Return all identifiers of a file, and its strings that could be one."""
     found = set()
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         values = (getattr(node, name, None) for name in ("id", "attr", "arg", "name", "asname", "module", "value"))
         found |= {part for value in values if isinstance(value, str) for part in value.split(".") if " " not in value}
     return found
@@ -318,7 +325,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _functions(trees: dict[str, ast.Module]) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for name, tree in trees.items():
-        for node in () if name.startswith(PROGRAMS) else ast.walk(tree):
+        for node in () if name.startswith(PROGRAMS) else _nodes(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield name, node
 

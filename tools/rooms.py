@@ -1,6 +1,7 @@
 """The rooms of the package, the files of each, and the arrows along which they import."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ARROWS = {
@@ -40,10 +41,18 @@ COMMAND = {f"command.{file.stem}": file for file in sorted((SOURCE.parent / "att
 """Files of the command's options, which import nothing of the package."""
 
 
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """The modules that a file imports, also inside functions, and the names that it imports from each."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
+
+
 def imports(file: Path) -> set[str]:
     """The files and rooms of the package that a file imports, also inside functions."""
-    nodes = [*ast.walk(ast.parse(file.read_text()))]
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names = {name for n in froms for name in (n.module, *(f"{n.module}.{alias.name}" for alias in n.names))}
-    names |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    return {str(name).removeprefix("attnmesh.") for name in names} & (FILES | PACKAGES).keys()
+    return {name.removeprefix("attnmesh.") for name in imported(file)} & (FILES | PACKAGES).keys()

@@ -27,18 +27,19 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    LLAMA_70B.save_pretrained(tmp_path / "llama")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    LLAMA_70B.save_pretrained(place / "llama")
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(tmp_path / "gemma")
-    DeepseekV3Config(num_hidden_layers=2).save_pretrained(tmp_path / "latent")
-    DeepseekV4Config(num_hidden_layers=2).save_pretrained(tmp_path / "entries")
-    GPT2Config(n_embd=8192, n_head=64, n_layer=40).save_pretrained(tmp_path / "unsplit")
-    T5Config().save_pretrained(tmp_path / "t5")
-    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
-    Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, global_head_dim=64).save_pretrained(tmp_path / "layers")
-    return tmp_path
+    Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(place / "gemma")
+    DeepseekV3Config(num_hidden_layers=2).save_pretrained(place / "latent")
+    DeepseekV4Config(num_hidden_layers=2).save_pretrained(place / "entries")
+    GPT2Config(n_embd=8192, n_head=64, n_layer=40).save_pretrained(place / "unsplit")
+    T5Config().save_pretrained(place / "t5")
+    MambaConfig(num_hidden_layers=1).save_pretrained(place / "mamba")
+    Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, global_head_dim=64).save_pretrained(place / "layers")
+    return place
 
 
 def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
@@ -65,8 +66,8 @@ def test_rows_that_do_not_fit_have_no_times_and_one_is_typed(folder: Path) -> No
     assert f"{command} --model {folder / 'llama'} --mesh {first} --kv int8 --prompt-file FILE" in typed
 
 
-def test_a_folder_with_a_space_is_one_word_of_the_command(folder: Path) -> None:
-    place = (folder / "llama").rename(folder / "my llama")
+def test_a_folder_with_a_space_is_one_word_of_the_command(tmp_path: Path) -> None:
+    LLAMA_70B.save_pretrained(place := tmp_path / "my llama")
     words = planned_serve(str(place), "dgx-h100:2")
     assert words[words.index("--model") + 1] == str(place)
 

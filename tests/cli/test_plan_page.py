@@ -2,8 +2,8 @@
 
 import base64
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import attnmesh as am
-from attnmesh.cli.plan_page import PagePoints, grid_of, page, page_data
+from attnmesh.cli.plan_page import PagePoints, grid_of, page
+from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.units import bytes_text, seconds_text
 from tests.support.planning.planned import CLUSTER, SMALL
@@ -20,11 +21,32 @@ from tests.support.serving.browser import Browser
 GRID = PagePoints(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
 
 
-def test_the_data_of_the_page_is_that_of_plans() -> None:
-    known = page_data(SMALL, CLUSTER, GRID, lambda _: None)
+@cache
+def best_at(kv_heads: int, ranks: int, hosts: int, length: int) -> dict[str, Plan]:
+    """Return the best plan of each scheme at a point of the grid."""
+    return best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page in a file."""
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    file.write_text(page(SMALL, CLUSTER, GRID), encoding="utf-8")
+    return file
+
+
+def data_of(text: str) -> Any:
+    """Return the data of a page."""
+    held = text.split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in held
+    return json.loads(held)
+
+
+def test_the_data_of_the_page_is_that_of_plans(written: Path) -> None:
+    known = data_of(written.read_text(encoding="utf-8"))
     assert len(known["points"]) == 36
-    for (kv_heads, ranks, hosts, length), schemes in zip(product(*GRID), known["points"], strict=True):
-        best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
+    for point, schemes in zip(product(*GRID), known["points"], strict=True):
+        best = best_at(*point)
         assert [known["schemes"][one[0]][0] for one in schemes] == [*best]
         # The page has six digits.
         assert [one[2] for one in schemes] == pytest.approx([one.seconds for one in best.values()], rel=1e-5)
@@ -42,9 +64,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 def test_no_name_ends_the_data_of_a_page() -> None:
     """In a script element, a browser interprets even a comment and an opening script tag."""
     text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), PagePoints((4,), (4,), (1,), (16384,)))
-    held = text.split('type="application/json">')[1].split("</script>")[0]
-    assert "<" not in held
-    assert json.loads(held)["cluster"] == "</script><!--<script>"
+    assert data_of(text)["cluster"] == "</script><!--<script>"
 
 
 def test_the_grid_of_a_page_holds_the_given_sizes() -> None:
@@ -70,27 +90,19 @@ return {rows, devices: lines("devices"), lengths: lines("lengths"), why: documen
 
 def shown_for(kv_heads: int, ranks: int, hosts: int, length: int) -> dict[str, Any]:
     """Return the expected content of the page at a point of the grid."""
-    point: Callable[..., Any] = lambda h, n: best_by_scheme(  # noqa: E731
-        am.Workload(16, kv_heads, 64, n), CLUSTER.sized(h, ranks)
-    )
-    best = point(hosts, length)
+    best = best_at(kv_heads, ranks, hosts, length)
     figures = {
         name: [seconds_text(p.seconds), p.name, *map(bytes_text, (*reversed(p.bytes), p.memory))]
         for name, p in best.items()
     }
-    over = ([point(h, length) for h in GRID.hosts], [point(hosts, n) for n in GRID.lengths])
+    over = (
+        [best_at(kv_heads, ranks, h, length) for h in GRID.hosts],
+        [best_at(kv_heads, ranks, hosts, n) for n in GRID.lengths],
+    )
     devices, lengths = ({name: sum(name in one for one in many) for one in many for name in one} for many in over)
     why = am.plan(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))[0].explain() if best else None
     rows = [[name, *texts] for name, texts in figures.items()]
     return {"rows": rows, "devices": devices, "lengths": lengths, "why": why or "No plan fits the memory."}
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page in a file."""
-    file = tmp_path_factory.mktemp("page") / "plan.html"
-    file.write_text(page(SMALL, CLUSTER, GRID), encoding="utf-8")
-    return file
 
 
 @pytest.fixture

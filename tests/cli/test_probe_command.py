@@ -7,14 +7,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from attnmesh.cli import probe_command
 from attnmesh.cli.output import pairs
 from attnmesh.cli.probe_command import check_master, described
 from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
 from tests.support.process.command import run
+from tests.support.ranks.brief_measures import measuring_briefly
+from tests.support.ranks.pool import on_each_rank
 
 
-def test_what_probe_writes_is_what_plan_reads(tmp_path: Path) -> None:
+@on_each_rank
+def measured_briefly() -> Cluster:
+    with measuring_briefly():
+        return probe_command.measured()
+
+
+def test_what_probe_writes_is_what_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_command, "measured", measured_briefly)
     file = tmp_path / "here.json"
     code, text = run("probe", "--ranks", "2", "--out", str(file))
     assert code == 0

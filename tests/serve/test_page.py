@@ -40,7 +40,7 @@ def open_page(browser: Browser, running: Served) -> None:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    with served(FakeRanks(rest=1.5), max_restarts=5) as one:
+    with served(FakeRanks(rest=1.5), max_restarts=5, drain=0.1) as one:  # the last answer is not waited for
         yield one
 
 

@@ -14,7 +14,8 @@ from tests.support.serving.served import chat, expected, posted, raw, served, ta
 
 @pytest.mark.parametrize("drain", [5, float("inf")])
 def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(drain: float) -> None:
-    slow = ThreadWorld(pause=0.05)
+    free = threading.Event()
+    slow = ThreadWorld(step=lambda going: free.wait(60) and going)
     with served(slow, drain=drain) as one:
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=60))))
@@ -26,6 +27,8 @@ def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(drain: fl
         code, said = one.ask("/v1/chat/completions", chat())
         assert (code, said["error"]["message"]) == (503, "The server is stopping. Ask again.")
         assert one.figure('attnmesh_state{state="stopping"}') == 1
+        assert not found
+        free.set()
         thread.join()
         assert found[0][0] == 200
         one.thread.join(30)

@@ -15,7 +15,7 @@ import torch
 
 from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ArgumentError, ModelError
-from attnmesh.serve import supervisor
+from attnmesh.serve import front_socket, supervisor
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics, ServerState
 from attnmesh.serve.rank_messages import EngineReady, NewPrompt
@@ -184,7 +184,9 @@ class HeldOpen:
         self.ends.set()
 
 
-def test_requests_go_on_though_the_connection_of_a_lost_world_stays_open() -> None:
+def test_requests_go_on_though_the_connection_of_a_lost_world_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_socket, "LAST_MESSAGES_SECONDS", 0.1)  # which this world never sends
+
     async def lose() -> tuple[int, int | None]:
         world = HeldOpen()
         one = Supervisor(world, max_requests=2, max_restarts=3, metrics=Metrics())
@@ -231,6 +233,7 @@ class Failing:
 
 def test_a_request_that_loses_each_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_REPLAYS", 1)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     with served(Failing(), max_restarts=9) as one:
         code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
         assert (code, said["error"]["message"]) == (500, "Ranks were lost 2 times during this request.")

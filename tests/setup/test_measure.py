@@ -14,8 +14,9 @@ from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.axes import RankMesh, agreed_flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
-from attnmesh.setup import measure_link, measure_shares, measured_ranks
+from attnmesh.setup import measure_link, measure_shares
 from attnmesh.setup.measured_ranks import IN_A_ROW, MeasuredRanks
+from tests.support.ranks.brief_measures import measuring_briefly
 from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
@@ -34,11 +35,7 @@ def measure_links_twice() -> Cluster:
     """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
-    with (
-        patch.object(measure_shares, "READ_SECONDS", 0.05),
-        patch.multiple(measured_ranks, IN_A_ROW=1, REPETITIONS=1),
-        patch.multiple(measure_link, IN_A_ROW=1, REPETITIONS=1, LONG_MESSAGE_SECONDS=0.01),
-    ):
+    with measuring_briefly():
         measure_link.measure_link(MeasuredRanks.of(agreed_flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
 

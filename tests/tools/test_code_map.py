@@ -5,6 +5,7 @@ import dataclasses
 import re
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -81,51 +82,67 @@ def quoted(page: str) -> list[str]:
     return sorted({*re.findall(r"`([^`\n]+)`", text)})
 
 
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What the code defines, with its tests and tools."""
+
+    own: dict[str, set[str]]
+    """Names that each class defines."""
+    bases: dict[str, list[str]]
+    names: set[str]
+    """Names of modules' functions and constants, parameters, and attributes of `self`."""
+    strings: set[str]
+
+
 @cache
-def nodes() -> list[ast.AST]:
-    """Return all nodes of the code, and of its tests and tools."""
+def code() -> Code:
+    """Return what the code defines. Each file is read once, and its tree let go: those of all are a million nodes."""
+    found = Code({}, {}, set(), set())
     files = (file for folder in ("src", "tests", "tools") for file in (ROOT / folder).rglob("*.py"))
-    return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Module):
+            found.names.update(defined_in(node.body))
+        elif isinstance(node, CLASS):
+            found.own[node.name] = defined_in(node.body) | {one.attr for one in ast.walk(node) if is_of_self(one)}
+            found.bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
+        elif isinstance(node, ast.arg):
+            found.names.add(node.arg)
+        elif is_of_self(node):
+            found.names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.strings.add(node.value)
+    return found
 
 
-def members_of(scope: ast.AST) -> set[str]:
-    """Return names that a module or class defines: functions, classes, constants, fields and attributes of `self`."""
-    body: list[ast.stmt] = getattr(scope, "body", [])
+def defined_in(body: list[ast.stmt]) -> set[str]:
+    """Return names that the body of a module or class defines: functions, classes, constants and fields."""
     found = {node.name for node in body if isinstance(node, (CLASS, *FUNCTIONS))}
     assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
-    found |= {node.id for target in assigned for node in ast.walk(target) if isinstance(node, ast.Name)}
-    kept = (node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return found | {node.attr for node in kept if ast.unparse(node.value) == "self"}
+    return found | {node.id for target in assigned for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Return whether an attribute of `self` is set."""
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return is_set and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 @cache
 def classes() -> dict[str, set[str]]:
     """Return the names that each class defines, with those of its bases."""
-    found = [node for node in nodes() if isinstance(node, CLASS)]
-    own = {node.name: members_of(node) for node in found}
-    bases = {node.name: [ast.unparse(base).partition("[")[0] for base in node.bases] for node in found}
 
     def all_of(name: str) -> set[str]:
-        return own.get(name, set()).union(*(all_of(base) for base in bases.get(name, ())))
+        return code().own.get(name, set()).union(*(all_of(base) for base in code().bases.get(name, ())))
 
-    return {name: all_of(name) for name in own}
+    return {name: all_of(name) for name in code().own}
 
 
 @cache
 def known_names() -> set[str]:
     """Return names of rooms, files, modules' functions and constants, members of classes, and parameters."""
-    found = {*ARROWS, "attnmesh_command", *classes()}.union(*classes().values())
-    found |= {part for name in FILES | COMMAND for part in name.split(".")}
-    for node in nodes():
-        found |= members_of(node) if isinstance(node, ast.Module) else set()
-        found |= {node.arg} if isinstance(node, ast.arg) else set()
-    return found
-
-
-@cache
-def strings() -> set[str]:
-    return {node.value for node in nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    found = {*ARROWS, "attnmesh_command", *code().names, *classes()}.union(*classes().values())
+    return found | {part for name in FILES | COMMAND for part in name.split(".")}
 
 
 @cache
@@ -141,7 +158,7 @@ def resolves(text: str) -> bool:
     if re.fullmatch(r"[\w.-]*(/[\w.-]*)+|[\w-]+\.(py|md|toml|json|cpp)", text):
         return any(path.endswith(f"/{text.rstrip('/')}") for path in paths())
     if re.fullmatch(r'"\w+"', text):
-        return text.strip('"') in strings()
+        return text.strip('"') in code().strings
     named = re.fullmatch(r"(?:am\.)?([A-Za-z_][\w.]*)(\(.*\)|=.*)?", text)
     if named is None or text in FOREIGN:
         return True

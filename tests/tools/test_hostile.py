@@ -10,9 +10,13 @@ PACED = Pauses(honest=10.0, hostile=3.0)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("pauses", [PACED, pytest.param(Pauses(), marks=pytest.mark.long)])
-def test_honest_clients_are_served_beside_hostile_ones(pauses: Pauses) -> None:
-    """60 seconds are four turns of hostile clients. In the first ones each of their acts is done."""
-    outcome = hostile.run(60, seed=1, pauses=pauses)
+@pytest.mark.parametrize(
+    ("seconds", "pauses"),
+    [(15, PACED), *(pytest.param(60, pauses, marks=pytest.mark.long) for pauses in (PACED, Pauses()))],
+    ids=["a turn", "four turns", "four turns without pauses"],
+)
+def test_honest_clients_are_served_beside_hostile_ones(seconds: int, pauses: Pauses) -> None:
+    """15 seconds are one turn of hostile clients. It lasts until each of their acts is done."""
+    outcome = hostile.run(seconds, seed=1, pauses=pauses)
     assert outcome.faults == []
     assert outcome.texts > 0

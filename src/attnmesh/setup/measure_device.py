@@ -15,6 +15,9 @@ from attnmesh.kernels.local_op import attend_locally
 from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.setup.measured_ranks import MeasuredRanks
 
+KEYS = {"cpu": 2**15, "cuda": 2**20}
+"""Keys of 8 heads that are read and copied: more than a CPU caches."""
+
 RUNS = 8
 """Runs of tokens that are timed together, and beside one call of as many pairs of query and key."""
 
@@ -46,7 +49,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         at_once = attending(head[0], *(x[:, :, :block] for x in head[1:]))
         in_runs = attending(*head, mask=FULL & Documents([block] * RUNS))
         run_seconds = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
-        keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**15, width, device=world.device, dtype=dtype)
+        keys = torch.randn(2, 1, 8, KEYS[world.device.type], width, device=world.device, dtype=dtype)
         read_seconds = world.median(attending(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
