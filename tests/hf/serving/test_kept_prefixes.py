@@ -118,7 +118,7 @@ def go_on_from_a_row(name: str) -> None:
     row = engine.submit(ids(100), max_new_tokens=200)
     left = engine.worker.left_to_decode
     for more, is_same in ((0, True), (left - 1, True), (left, True), (9, True), (9, False)):
-        for _ in range(20):
+        for _ in range(8):
             engine._step()
         last = row.answer[-1] if is_same else (row.answer[-1] + 1) % 97
         text = [*row.ids[:-1], last, *ids(more, seed=8)]
