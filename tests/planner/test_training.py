@@ -90,7 +90,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, 
 MODELS = [{"vocab_size": 128_000}, WIDE | {"vocab_size": 4000}, WIDE | {"vocab_size": 300, "num_hidden_layers": 6}]
 
 SHORT = [
-    (1, 1, MODELS[0], "fused", "", 128),
+    (1, 1, {"vocab_size": 32_000}, "fused", "", 128),
     (2, 2, MODELS[1], "fused", "--fsdp", 128),
     (2, 2, MODELS[1], "full", "", 512),
     (2, 1, MODELS[2], "full", "--fsdp", 128),

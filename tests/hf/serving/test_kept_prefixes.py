@@ -103,7 +103,9 @@ def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> Non
     pool.run(1, ask_at_once, name)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mistral", marks=pytest.mark.long), "gemma3_text", "qwen3_next", "llama"]
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, check_questions_on_one_document, name, ranks)
