@@ -20,8 +20,9 @@ def loss(name: str, *arguments: str, ranks: int = 1) -> float:
 
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_plain_pytorch_does_not_depend_on_the_mesh(data: int) -> None:
-    mesh = ("--dp", str(data), "--tp", "2", "--cp", "2")
-    assert loss("plain", *mesh, ranks=4 * data) == pytest.approx(loss("plain"), abs=2e-4)  # two losses of four digits
+    mesh, steps = ("--dp", str(data), "--tp", "2", "--cp", "2"), ("--steps", "4")
+    expected = pytest.approx(loss("plain", *steps), abs=2e-4)  # two losses of four digits
+    assert loss("plain", *mesh, *steps, ranks=4 * data) == expected
 
 
 def test_generate_writes_the_text_of_one_process(tmp_path: Path) -> None:

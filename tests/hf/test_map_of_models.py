@@ -12,8 +12,8 @@ from tests.support.truth.mesh_problems import named_mesh
 
 @on_each_rank
 def find_callers_of_generate() -> dict[str, set[str]]:
-    mesh = named_mesh(Shape(1, 1, 2), AXES)
-    return callers_in(lambda: hf.generate(model("llama", "attnmesh"), prompt(9), mesh=mesh, max_new_tokens=2))
+    mesh, llama = named_mesh(Shape(1, 1, 2), AXES), model("llama", "attnmesh")
+    return callers_in(lambda: hf.generate(llama, prompt(9), mesh=mesh, max_new_tokens=2))
 
 
 def test_the_map_draws_a_model(pool: Pool) -> None:

@@ -100,7 +100,7 @@ def compute_logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length:
         model = hf.share_weights(load(folder).to(dtype), mesh)
         cache = hf.ShardedCache(model.config, mesh, block=4, reproducible=True)
         options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=12, **options)
+        made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=6, **options)
     return torch.stack(made.logits)
 
 

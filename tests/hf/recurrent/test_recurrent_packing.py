@@ -139,7 +139,9 @@ def change_a_document(family: str) -> dict[str, bool]:
     return right
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] if family == "mamba" else []) for family in RECURRENT]
+)
 def test_a_document_changes_no_bit_of_another_one(family: str, pool: Pool) -> None:
     for right in pool.run(3, change_a_document, family):
         assert right == dict.fromkeys(right, True)

@@ -272,11 +272,12 @@ def sharded(rule: Rule, name: str, stock: Callable[..., Any], cuts: tuple[int, .
 
 
 MODELS = [
-    (name, family)
+    pytest.param(name, family, marks=[] if family in families[:2] else [pytest.mark.long])
     for name, families in FAMILIES.items()
     for family in families
     if "recurrent" not in name and family in all_types()
 ]
+"""Rules, and models that call them: two of each rule are not long."""
 
 
 @pytest.mark.parametrize(("name", "family"), MODELS)

@@ -103,7 +103,9 @@ def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> Non
     pool.run(1, ask_at_once, name)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mistral", marks=pytest.mark.long), "gemma3_text", "qwen3_next", "llama"]
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, check_questions_on_one_document, name, ranks)
@@ -118,7 +120,7 @@ def go_on_from_a_row(name: str) -> None:
     row = engine.submit(ids(100), max_new_tokens=200)
     left = engine.worker.left_to_decode
     for more, is_same in ((0, True), (left - 1, True), (left, True), (9, True), (9, False)):
-        for _ in range(20):
+        for _ in range(8):
             engine._step()
         last = row.answer[-1] if is_same else (row.answer[-1] + 1) % 97
         text = [*row.ids[:-1], last, *ids(more, seed=8)]

@@ -16,6 +16,7 @@ from tests.support.models import families
 from tests.support.models.checks import precisely
 from tests.support.models.families import CONFIGS, FEW, prompt
 from tests.support.models.tiny_models import Case, build
+from tests.support.ranks.odd_rank import alert
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.seeds import seeds, some
@@ -216,7 +217,8 @@ def check_after_interruption(family: str, ranks: int, lengths: list[int], part: 
         if length:
             hf.prefill(model, prompt(length + 1, seed=length), cache)
     expected = [hf.decode_rows(model, [token], [cache.fork()]) for token, cache in zip(tokens, caches, strict=True)]
-    interrupt(model, tokens, caches, part, on_all=on_all)
+    with alert():
+        interrupt(model, tokens, caches, part, on_all=on_all)
     logits = hf.decode_rows(model, tokens, caches)
     for row, (length, cache) in enumerate(zip(lengths, caches, strict=True)):
         assert [kv_cache.length for kv_cache in cache.kv_caches] == [length + 1] * len(cache.kv_caches)
@@ -229,9 +231,15 @@ PLACES = [(ranks, part, True) for ranks in (1, 2) for part in ("model.layers.1",
 """Ranks, a part that raises, and whether it does on all ranks. On one alone, the others have one more merge."""
 
 
-@pytest.mark.parametrize("lengths", [[9], [9, 30], [9, 30, 0]], ids=str)
+FAMILIES_AND_LENGTHS = [
+    *(("llama", lengths) for lengths in ([9], [9, 30], [9, 30, 0])),
+    *(pytest.param("gemma3", lengths, marks=pytest.mark.long) for lengths in ([9], [9, 30])),
+    ("gemma3", [9, 30, 0]),
+]
+
+
 @pytest.mark.parametrize(("ranks", "part", "on_all"), [*PLACES, (2, "model.layers.1", False)])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "lengths"), FAMILIES_AND_LENGTHS, ids=str)
 def test_a_call_that_raised_adds_no_tokens(
     family: str, ranks: int, part: str, on_all: bool, lengths: list[int], pool: Pool
 ) -> None:
@@ -308,13 +316,14 @@ def catch_refusal_after_a_call_of_the_model(on_all: bool) -> str:
     expected = hf.decode_rows(model, [5], [cache.fork()])
     raises = on_all or torch.distributed.get_rank() == 1
     handle = model.model.layers[1].register_forward_pre_hook(fail) if raises else None
-    with pytest.raises(MemoryError if raises else errors.InputError), torch.no_grad():
-        model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
-    if handle is not None:
-        handle.remove()
-    if raises and not on_all:  # the first rank waits in its call
-        with pytest.raises(errors.InputError):
-            hf.decode_rows(model, [5], [cache])
+    with alert():
+        with pytest.raises(MemoryError if raises else errors.InputError), torch.no_grad():
+            model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+        if handle is not None:
+            handle.remove()
+        if raises and not on_all:  # the first rank waits in its call
+            with pytest.raises(errors.InputError):
+                hf.decode_rows(model, [5], [cache])
     with pytest.raises(errors.InputError) as caught:
         hf.decode_rows(model, [5], [cache])
     cache = cache if on_all else hf.ShardedCache(model.config, mesh)

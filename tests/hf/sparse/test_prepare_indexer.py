@@ -29,7 +29,7 @@ from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
-SAMPLED = {("ties", SHAPES[1]), ("dots3", SHAPES[2]), ("qwen4", SHAPES[3]), ("deepseek_v4", SHAPES[0])}
+SAMPLED = {("ties", SHAPES[1]), ("dots3", SHAPES[2]), ("qwen4", SHAPES[1]), ("deepseek_v4", SHAPES[0])}
 SAMPLED |= {("deepseek_v32", SHAPES[3])}
 """The cases of `make test`, each with every third check."""
 

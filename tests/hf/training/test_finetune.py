@@ -7,6 +7,7 @@ import shutil
 import sys
 from math import prod
 from pathlib import Path
+from pydoc_data.topics import topics
 from unittest.mock import patch
 
 import pytest
@@ -87,7 +88,9 @@ def stop_and_go_on(folder: str, arguments: tuple[object, ...]) -> None:
 def test_a_run_goes_on_where_it_was_stopped(
     ranks: int, arguments: tuple[object, ...], pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(ranks, stop_and_go_on, str(tmp_path), arguments)
+    data = tmp_path / "documents.jsonl"
+    data.write_text("".join(json.dumps({"text": text[:800]}) + "\n" for text in [*topics.values()][:24]))
+    pool.run(ranks, stop_and_go_on, str(tmp_path), ("--data", data, *arguments))
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert losses(stopped) == pytest.approx(losses(whole), abs=FLOAT32)
     name = "adapter_model.safetensors" if "--lora" in arguments else "model.safetensors"

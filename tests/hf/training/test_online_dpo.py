@@ -50,8 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Mesh and settings."""
 
-SHORT = ("data x keys", "adapter")
-"""Cases of `make test`. The others are marked long."""
+SHORT = ("data x keys",)
+"""Cases of `make test`. The others are marked long: `test_rollouts.py` and `test_preferences.py` have an adapter."""
 
 
 @pytest.mark.parametrize(

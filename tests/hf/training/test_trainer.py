@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import INFO, NOTSET, getLogger
 from logging.handlers import BufferingHandler
-from multiprocessing import current_process
+from multiprocessing import current_process, get_start_method, set_start_method
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -191,9 +191,17 @@ def test_each_model_has_meshes_for_its_heads_and_logs_each_choice_once(pool: Poo
 
 @contextmanager
 def loader_workers() -> Iterator[None]:
-    """Let a rank of the pool, which is a daemon, start the workers of a data loader."""
-    with patch.dict(current_process()._config, {"daemon": False}):  # type: ignore[attr-defined]
-        yield
+    """Let a rank of the pool, which is a daemon, fork the workers of a data loader, as a rank of torchrun does.
+
+    By itself it would have them forked by a process that imports PyTorch for each.
+    """
+    before = get_start_method()
+    set_start_method("fork", force=True)
+    try:
+        with patch.dict(current_process()._config, {"daemon": False}):  # type: ignore[attr-defined]
+            yield
+    finally:
+        set_start_method(before, force=True)
 
 
 def mask_at_random(rows: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Trees of functions in the map of the code, held to the calls that they draw."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from tools.walk import PACKAGE, PAGE, call_watched
@@ -14,14 +15,15 @@ def callers_in(call: Callable[[], object]) -> dict[str, set[str]]:
     """Return the functions that a call runs, each with those that it is called within."""
     found = dict[str, set[str]]()
 
-    def name_of(frame: FrameType) -> str:
-        file = Path(frame.f_code.co_filename)
-        return f"{file.relative_to(PACKAGE)} {frame.f_code.co_qualname}" if file.is_relative_to(PACKAGE) else ""
+    @cache
+    def name_of(code: CodeType) -> str:
+        file = Path(code.co_filename)
+        return f"{file.relative_to(PACKAGE)} {code.co_qualname}" if file.is_relative_to(PACKAGE) else ""
 
     def on_frame(frame: FrameType, event: str, _: Any) -> None:
-        above = frame if event == "call" and name_of(frame) else None
+        above = frame if event == "call" and name_of(frame.f_code) else None
         while above is not None:
-            found.setdefault(name_of(frame), set()).add(name_of(above))
+            found.setdefault(name_of(frame.f_code), set()).add(name_of(above.f_code))
             above = above.f_back
 
     call_watched(call, on_frame)
