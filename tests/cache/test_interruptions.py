@@ -1,6 +1,7 @@
 """Ctrl-C at any point of a call that changes a cache leaves it as it was before the call, or as it is after it."""
 
 from collections.abc import Callable, Iterator
+from functools import cache as cached
 from itertools import count
 
 import pytest
@@ -16,8 +17,8 @@ from tests.support.truth.tolerances import FLOAT32
 
 TOKENS = 41
 
-STEP = 7
-"""Every such point is tried: with 1, all of them, in a few minutes."""
+STEPS = [19, pytest.param(7, marks=pytest.mark.long)]
+"""Every such point is tried, another first one for each kind and change: with 1, all of them, in a few minutes."""
 
 
 def with_copy(cache: am.KVCache) -> am.KVCache:
@@ -126,15 +127,22 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     )
 
 
+@cached
+def unchanged(kind: str) -> list[Tensor]:
+    """Return the state of a cache before all changes."""
+    return state(made(kind))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_call_is_made_or_not(kind: str, change: str) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_an_interrupted_call_is_made_or_not(kind: str, change: str, step: int) -> None:
     """A cache that forgets may have forgotten tokens for the call, and then refuses what needs them."""
-    before, after = made(kind), made(kind)
+    after = made(kind)
     CHANGES[change](after)
-    wanted = [state(before), state(after)]
+    wanted = [unchanged(kind), state(after)]
     wrong = []
-    for number in count(len(kind + change) % STEP, STEP):
+    for number in count(len(kind + change) % step, step):
         cache = made(kind)
         if (place := interrupt(lambda: CHANGES[change](cache), number)) is None:  # noqa: B023
             break

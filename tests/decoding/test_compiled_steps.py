@@ -219,8 +219,10 @@ def special_cache(kind: str, folder: Path) -> am.KVCache:
          "mask=Window(4). Fix: leave torch.compile and CUDA graphs out, or make the cache without mask=."),
         ("hot", decode_twice, "decode: expected no graph around a cache that has two memories, given one with "
          "hot=4. Fix: leave torch.compile and CUDA graphs out, or make the cache without hot=."),
-        ("hot", append_and_decode, "append: expected no graph around a cache that has two memories, given one with "
-         "hot=4. Fix: leave torch.compile and CUDA graphs out, or make the cache without hot=."),
+        pytest.param(
+            "hot", append_and_decode, "append: expected no graph around a cache that has two memories, given one with "
+            "hot=4. Fix: leave torch.compile and CUDA graphs out, or make the cache without hot=.",
+            marks=pytest.mark.long),
         ("folder", decode_twice, "decode: expected a cache of one piece in a graph, given one in a folder. "
          "Fix: decode with copy.deepcopy(cache)."),
         ("fork", decode_twice, "decode: expected a cache of one piece in a graph, given a forked cache. "
@@ -241,7 +243,7 @@ def test_a_graph_and_what_replaces_it_say_why_they_refuse_a_cache(
 
 
 @pytest.mark.usefixtures("fresh_traces")
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_error_is_raised_outside_of_graphs(dynamic: bool) -> None:
     """Its text may have symbols, which no message of PyTorch can."""
     attend = torch.compile(am.attention, dynamic=dynamic, backend="eager")

@@ -82,7 +82,7 @@ def live_by_known_steps(dtype: torch.dtype) -> dict[str, float]:
     return differences
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), pairs([1, 2, 3, 4], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("ranks", "dtype"), pairs([1, 2, 3, 4], [torch.float32, torch.bfloat16], 3))
 def test_a_known_step_has_the_bits_of_its_first_one(ranks: int, dtype: torch.dtype, pool: Pool) -> None:
     for differences in pool.run(ranks, live_by_known_steps, dtype):
         assert len(differences) > 60

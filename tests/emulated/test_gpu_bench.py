@@ -10,7 +10,7 @@ from benchmarks import gpu_kernels
 from benchmarks.timing import Call, Comparison, Timing
 from tests.support.emulation.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
 
-SIZES = gpu_kernels.Sizes(((1, 40), (2, 100)), heads=(4, 2), seconds=0.0, tiers=(200, 64), queries=(1, 3))
+SIZES = gpu_kernels.Sizes(((1, 40), (2, 100)), heads=(4, 2), seconds=0.0, tiers=(100, 32), queries=(1, 3))
 
 
 @pytest.fixture

@@ -61,6 +61,18 @@ def test_operands_are_broadcast_as_the_first_time() -> None:
         assert [outcome(ours, semantic, lhs, rhs, ()) for _ in range(2)] == [expected] * 2
 
 
+def test_bfloat16_becomes_float32_and_is_cut_from_it_as_by_stock() -> None:
+    """Of subnormal numbers stock makes others."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    ours, narrow, wide = interpreter._convert_float, interpreter.tl.bfloat16, interpreter.tl.float32
+    exponents = np.arange(1 << 16) >> 7 & 255
+    bits = np.arange(1 << 16, dtype=np.uint16)[(exponents > 0) | (np.arange(1 << 16) << 9 & 0xFFFF == 0)]
+    floats = ours(bits, narrow, wide, None)
+    assert np.array_equal(floats, ours.__wrapped__(bits, narrow, wide, None))
+    numbers = (floats | 0x8765).view(np.float32)[exponents[bits] > 0]
+    assert np.array_equal(ours(numbers, wide, narrow, None), ours.__wrapped__(numbers, wide, narrow, None))
+
+
 def test_numbers_of_one_type_are_changed_each_by_itself() -> None:
     """The handles of a type may differ: a comparison has the handle of what it compares."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")

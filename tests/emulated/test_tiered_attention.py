@@ -94,12 +94,12 @@ def generate_in_two_tiers(gpu: EmulatedGPU) -> list[int]:
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     torch.manual_seed(0)
     model = on_gpu(tiny_model())
-    ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(64, (1, 36), generator=torch.Generator().manual_seed(1)).cuda()
     found: list[int] = []
     with torch.no_grad():
-        for hot in (None, 16):
+        for hot in (None, 8):
             cache = hf.ShardedCache(model.config, mesh, hot=hot, block=4)
-            logits = model(ids[:, :60], past_key_values=cache).logits[:, -1:]
+            logits = model(ids, past_key_values=cache).logits[:, -1:]
             for _ in range(2):
                 token = logits.argmax(-1)
                 found.append(int(token))
@@ -125,9 +125,9 @@ class Reopened(NamedTuple):
 def reopen_folder(gpu: EmulatedGPU, folder: Path) -> Reopened:
     torch.manual_seed(0)
     model, devices = on_gpu(tiny_model()), set[str]()
-    ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(1)).cuda()
     with torch.no_grad():
-        for part in (ids[:, :60], ids):
+        for part in (ids[:, :30], ids):
             cache = hf.ShardedCache(model.config, None, folder=folder, hot=16)
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()

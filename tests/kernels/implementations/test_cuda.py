@@ -1,7 +1,5 @@
 """CUDA: anywhere, that PyTorch's operators are called as declared; on a GPU, that the results are right."""
 
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -191,11 +189,12 @@ def test_empty_rows_and_nan_stay_their_own_on_the_gpu(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs for minutes where there is a GPU")
-def test_without_a_gpu_make_gpu_prints_its_commands() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
-    assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["the", "every", "decoding,", "all"]
-    assert "benchmarks/results/gpu_name-of-the-gpu_20" in done.stdout
+def test_without_a_gpu_make_gpu_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("PyTorch sees no GPU here. On one, this would run:\n")
+    assert [line.split(" ")[1] for line in said.splitlines()[1:]] == ["the", "every", "decoding,", "all"]
+    assert "benchmarks/results/gpu_name-of-the-gpu_20" in said
 
 
 def test_make_gpu_runs_each_file_with_tests_that_need_a_gpu() -> None:

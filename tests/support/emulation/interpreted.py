@@ -107,6 +107,22 @@ def _refuse_unknown_keywords() -> None:
     launch.__call__ = checked
 
 
+def _shift_bfloat16() -> None:
+    """Let bfloat16 become float32, and float32 be cut to bfloat16, by a shift of bits, which stock takes apart."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    stock, wide, narrow = interpreter._convert_float, interpreter.tl.float32, interpreter.tl.bfloat16
+
+    @wraps(stock)
+    def converted(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) == (narrow, wide):
+            return numbers.view("uint16").astype("uint32") << 16
+        if (given, wanted, rounding) == (wide, narrow, None):
+            return (numbers.view("uint32") >> 16).astype("uint16")
+        return stock(numbers, given, wanted, rounding)
+
+    interpreter._convert_float = converted
+
+
 Change = Callable[[Any, Any], Any]
 """Makes an operand what its operator takes, given Triton's semantic."""
 
@@ -178,6 +194,7 @@ if find_spec("triton") and not torch.cuda.is_available():
     _describe_types_once()
     _leave_out_checks_of_no_effect()
     _refuse_unknown_keywords()
+    _shift_bfloat16()
     _remember_operands()
 
 
