@@ -133,6 +133,32 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
+def test_a_saved_cache_of_whole_pieces_opens_in_place(tmp_path: Path) -> None:
+    twin = in_memory(PIECE_TOKENS)
+    twin.save(tmp_path)
+    cache = opened(tmp_path)
+    assert same_outputs(cache, twin)
+    grow(cache, 3)
+    grow(twin, 3)
+    assert same_outputs(cache, twin)
+
+
+@on_each_rank
+def open_a_short_save(path: Path) -> bool:
+    """On a rank: save a cache of which the second rank has no tokens, and open it in place. Return what is right."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    twin = in_memory(5, mesh)
+    twin.save(path)
+    cache = am.KVCache(mesh, **SIZES, folder=path)
+    for each in (cache, twin):
+        grow(each, 30)
+    return same_outputs(cache, twin)
+
+
+def test_a_save_of_ranks_without_tokens_opens_in_place(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, open_a_short_save, tmp_path) == [True, True]
+
+
 @on_each_rank
 def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
     """On a rank: grow a cache in a folder by shards and by appends, and open it again. Return what is right then."""

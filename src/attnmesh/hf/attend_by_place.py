@@ -64,10 +64,10 @@ def attend_with_cache(
     """Attend with a `ShardedCache`, which stores new keys and values."""
     if layer_mask.row_masks:
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
-    if layer_mask.discarded:
-        return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if layer_mask.sequence is not None:
-        return _prefill(q, pending, weighting, layer_mask.sequence, appends_keys)
+        if not appends_keys:  # nobody reads the output: layers that cache no keys are the last ones
+            return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
+        return _prefill(q, pending, weighting, layer_mask.sequence)
     new, layer = q.shape[2], pending.layer
     kv_cache = _append_step(pending, weighting.mask, layer_mask, new) if appends_keys else layer.step_cache
     if kv_cache.config.storage is not None and pending.layer.is_first(pending) and layer_mask.token_mask is None:
@@ -121,12 +121,10 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, sequen
     return out
 
 
-def _prefill(
-    q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence, appends_keys: bool
-) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     settings = pending.layer.cache.settings
-    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask) if appends_keys else pending.layer.cached
+    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask)
     if not sequence.has_prefix:
         scale, softcap, bias = weighting.scores
         options = AttentionOptions(
@@ -153,8 +151,7 @@ def _prefill(
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
         out = attend_prompt(arguments, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
-    if appends_keys:
-        append_sequence(kv_cache, *pending.tensors_to_append, sequence)
+    append_sequence(kv_cache, *pending.tensors_to_append, sequence)
     return _attend_cached(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 

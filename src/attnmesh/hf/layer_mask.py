@@ -50,8 +50,6 @@ class RecognisedMask(LayerMask):
     """Keys that each query selects among the keys that it sees; None for all."""
     row_masks: tuple[Mask, ...] = ()
     """Mask of each sequence, if their images are in different places; `mask` is that of the first."""
-    discarded: bool = False
-    """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 
     def __getitem__(self, key: Any) -> Any:
         """Return the mask of the last queries, `mask[:, :, -n:, :]`, for models of few logits; or `mask[:, 0]`."""
@@ -64,7 +62,7 @@ class RecognisedMask(LayerMask):
         if (stop, step) != (self.q_length, 1) or (first and self.sequence is not None and not in_prefill):
             self.raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
-        return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
+        return replace(self, q_offset=offset, q_length=length)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -127,8 +127,9 @@ class FolderShard(OrderedShard):
             self._open_whole(whole_pieces)
             piece = make_filling(self.files, whole_pieces, self.shapes)
             used = len(token_index)
-            for x, new in zip(piece.kv_tensors, rows, strict=True):
-                x[:, :, :used] = new
+            if used:  # else there are no rows: the tokens of this rank fill whole pieces, or it has none
+                for x, new in zip(piece.kv_tensors, rows, strict=True):
+                    x[:, :, :used] = new
             piece.token_index[:used] = token_index
             end = [(whole_pieces * PIECE_TOKENS + used, piece.digest(0, used))] if used else []
             self.journal.open()

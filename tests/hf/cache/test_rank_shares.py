@@ -73,6 +73,21 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
 
 
 @on_each_rank
+def generate_in_blocks_of_one(options: dict[str, Any]) -> list[list[int]]:
+    """Return tokens of Gemma 4 after a prompt of which the first rank computes two tokens, and the second one."""
+    model, mesh = families.model("gemma4", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    output: torch.Tensor = hf.generate(model, prompt(4), cache=hf.ShardedCache(model.config, mesh, block=1), **options)
+    return output.tolist()
+
+
+def test_a_rank_may_have_one_token_of_a_prompt(pool: Pool) -> None:
+    """Of several tokens the model gives layers that share keys the last one alone, whose output nobody reads."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    stock = families.model("gemma4", STOCK["gemma4"]).generate(prompt(4), **options)
+    assert pool.run(2, generate_in_blocks_of_one, options) == [stock.tolist()] * 2
+
+
+@on_each_rank
 def generate_with_recurrent_layers(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
     model = model_of("qwen3_next")
