@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store.checkpoint import make_alike
+from attnmesh.store.load_layers import make_alike
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.problems import numbers

@@ -17,8 +17,8 @@ from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store.load_layers import load_layers
+from attnmesh.store.save_layers import save_layers
 from tests.support.caches.make import empty_cache, mesh_or_none
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh

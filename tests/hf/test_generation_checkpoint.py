@@ -25,7 +25,7 @@ from attnmesh.__main__ import main
 from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import checkpoint_writer
+from attnmesh.store import save_layers
 from attnmesh.store.manifest import MANIFEST
 from tests.support.models import families
 from tests.support.process.command import run_main
@@ -150,7 +150,7 @@ def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) 
 def generate_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]]:
     """Return the new tokens and the warnings, on a rank. The disk of the last rank has room for some files."""
     left = [room]
-    write = checkpoint_writer.link_or_write
+    write = save_layers.link_or_write
 
     def link_or_write(*arguments: Any) -> Any:
         left[0] -= dist.get_rank() == 1
@@ -160,7 +160,7 @@ def generate_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[st
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(checkpoint_writer, "link_or_write", link_or_write)
+        patch.setattr(save_layers, "link_or_write", link_or_write)
         made = generate_with_checkpoints(folder, (1, 1, 2), NEW, False)
     return made, [str(each.message) for each in caught if "checkpoint" in str(each.message)]
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import checkpoint, checkpoint_writer
-from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store import load_layers as load_module
+from attnmesh.store import save_layers as save_module
+from attnmesh.store.load_layers import load_layers
+from attnmesh.store.save_layers import save_layers
 from tests.support.caches.saves import SIZES, cache_of, decoded, hold_first_save, is_save_of
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
@@ -45,10 +46,8 @@ def test_decoding_continues_during_a_save(pool: Pool, tmp_path: Path) -> None:
 def test_truncate_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens appended after `truncate` would overwrite slots that the save still reads."""
     cache, twin = cache_of(3000), cache_of(3000)
-    link_or_write = checkpoint_writer.link_or_write
-    monkeypatch.setattr(
-        checkpoint_writer, "link_or_write", lambda *args: (torch.randn(700_000).sort(), link_or_write(*args))
-    )
+    link_or_write = save_module.link_or_write
+    monkeypatch.setattr(save_module, "link_or_write", lambda *args: (torch.randn(700_000).sort(), link_or_write(*args)))
     saving = cache.save(tmp_path, wait=False)
     cache.truncate(100)
     assert saving.written
@@ -61,7 +60,7 @@ def test_truncate_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.M
 def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new, original = cache_of(300), cache_of(200), getattr(checkpoint, moment)
+    old, new, original = cache_of(300), cache_of(200), getattr(load_module, moment)
     old.save(tmp_path)
     saves = iter([lambda: new.save(tmp_path)])
 
@@ -70,7 +69,7 @@ def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
         next(saves, lambda: None)()
         return original(*arguments) if moment == "fill_shards" else found
 
-    monkeypatch.setattr(checkpoint, moment, replaced)
+    monkeypatch.setattr(load_module, moment, replaced)
     loaded = am.KVCache.load(tmp_path, None)
     assert loaded.length == 200
     assert torch.equal(decoded(loaded), decoded(new))
@@ -84,7 +83,7 @@ def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
         one.append(*torch.ones(2, 1, 2, 9, 8).unbind())
         one.save(path)
     dist.barrier()
-    original, lengths = getattr(checkpoint, moment), list[int]()
+    original, lengths = getattr(load_module, moment), list[int]()
     saves = iter([lambda: one.save(path)] if dist.get_rank() else [])
 
     def replaced(*arguments: Any) -> Any:
@@ -93,7 +92,7 @@ def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
         next(saves, lambda: None)()
         return original(*arguments)
 
-    with patch.object(checkpoint, moment, replaced):
+    with patch.object(load_module, moment, replaced):
         lengths.append(am.KVCache.load(path, named_mesh(Shape(1, 1, 2), AXES)).length)
     return lengths
 
@@ -184,7 +183,7 @@ def test_concurrent_jobs_leave_one_complete_save(tmp_path: Path) -> None:
 
 
 def test_waiting_for_another_job_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "PUBLISH_SECONDS", 0.2)
+    monkeypatch.setattr(save_module, "PUBLISH_SECONDS", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
     with pytest.raises(StoreError, match=r"expected one save at a time in a folder, given .*, locked for 0.2 s"):

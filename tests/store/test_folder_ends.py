@@ -19,7 +19,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import checkpoint, folder_shard, piece_files
+from attnmesh.store import folder_shard, load_layers, piece_files
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
 from attnmesh.store.manifest import read_manifest
@@ -299,7 +299,7 @@ class Loaded(NamedTuple):
 @on_each_rank
 def load_while_it_grows(path: Path, tokens: int) -> Loaded:
     """Load a folder in which tokens arrive between the looks of two ranks."""
-    original = checkpoint.read_saved_layers
+    original = load_layers.read_saved_layers
     late = dist.get_rank() == 1
 
     def write(length: int) -> None:
@@ -321,8 +321,8 @@ def load_while_it_grows(path: Path, tokens: int) -> Loaded:
         dist.barrier()
         return saved_layers
 
-    with patch.object(checkpoint, "read_saved_layers", inspected):
-        (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
+    with patch.object(load_layers, "read_saved_layers", inspected):
+        (loaded,), tensors, _ = load_layers.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
     return Loaded(loaded.length, loaded.config.capacity, tensors["held"].tolist())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmesh.errors import StoreError
-from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store.save_layers import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.caches.saves import cache_of
 

@@ -156,7 +156,7 @@ class LayersToLoad(NamedTuple):
 
 
 save_caches = LateBound[..., Saving]("attnmesh.store")
-"""Write caches to a folder: `store.checkpoint_writer.save_layers`."""
+"""Write caches to a folder: `store.save_layers.save_layers`."""
 
 load_caches = LateBound[..., tuple[Sequence[CacheProperties], dict[str, Tensor], str]]("attnmesh.store")
-"""Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""
+"""Return the caches of a folder, further tensors and a note: `store.load_layers.load_layers`."""

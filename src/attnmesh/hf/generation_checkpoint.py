@@ -24,8 +24,8 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
 from attnmesh.hf.random_numbers import random_state, set_random_state
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.store.checkpoint_writer import make_writable_folder
 from attnmesh.store.manifest import MANIFEST, checked_folder, read_manifest
+from attnmesh.store.save_layers import make_writable_folder
 
 SUBJECT = "generate checkpoint"
 """First words of errors about checkpoints."""

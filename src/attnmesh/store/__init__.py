@@ -2,8 +2,8 @@
 
 from attnmesh.cache.make_shards import open_folder
 from attnmesh.cache.saved_cache import load_caches, save_caches
-from attnmesh.store import checkpoint, checkpoint_writer, kv_folder
+from attnmesh.store import kv_folder, load_layers, save_layers
 
-save_caches.bind(checkpoint_writer.save_layers)
-load_caches.bind(checkpoint.load_layers)
+save_caches.bind(save_layers.save_layers)
+load_caches.bind(load_layers.load_layers)
 open_folder.bind(kv_folder.KVFolder)

@@ -1,6 +1,6 @@
 """A folder in which caches live: their keys are its files, and what is appended is in them at once.
 
-It has the form of a save (`checkpoint.py`). Its manifest says that it grows, and journals say how many tokens it has.
+It has the form of a save (`load_layers.py`). Its manifest says that it grows, and journals say how many tokens it has.
 One process of each rank writes to it. `KVCache.load` reads it on any number of ranks.
 """
 

@@ -25,7 +25,7 @@ from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis, intersect
 from attnmesh.mesh.shapes import AXES
-from attnmesh.store.checkpoint import make_alike
+from attnmesh.store.load_layers import make_alike
 
 OldShard = tuple[int, int]
 """A shard's indices in the old mesh, along heads and along tokens."""

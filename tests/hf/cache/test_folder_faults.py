@@ -13,7 +13,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store.save_layers import save_layers
 from attnmesh.store.token_ids import TokenIds
 from tests.support.models import families
 from tests.support.models.families import prompt

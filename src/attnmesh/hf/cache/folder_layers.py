@@ -20,10 +20,10 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.history import CacheHistory, gathered_ids
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.mesh.axes import RankMesh, agreed_flat_axis
-from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.kv_folder import KVFolder
+from attnmesh.store.load_layers import load_layers
 from attnmesh.store.recover import recover
+from attnmesh.store.save_layers import save_layers
 from attnmesh.store.tensor_file import check_extra_tensors
 from attnmesh.store.token_ids import CACHED_IDS
 

@@ -1,4 +1,4 @@
-"""Checkpoints: which files a save writes and removes, in which order, and what no save can hold."""
+"""Saves and loads: which files a save writes and removes, in which order, what is loaded, and what no save can hold."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ import attnmesh as am
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
-from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store.load_layers import load_layers
+from attnmesh.store.save_layers import save_layers
 from tests.support.caches.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
 from tests.support.ranks.pool import Pool, on_each_rank
 
@@ -170,7 +170,7 @@ def test_folders_on_separate_disks_raise(pool: Pool, tmp_path: Path) -> None:
     assert one == other
     assert len(one) == 2
     assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]
-    assert "load: expected the same call on every rank, given:\n    ranks  of" in one[1]
+    assert "load: expected the same call on every rank, given:\n    ranks  save" in one[1]
 
 
 def test_next_save_ignores_files_of_an_interrupted_one(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import attnmesh as am
 from attnmesh.cache import saved_cache
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import StoreError
-from attnmesh.store import checkpoint_writer, tensor_file
+from attnmesh.store import save_layers as save_module
+from attnmesh.store import tensor_file
 from tests.support.caches.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
 from tests.support.ranks.pool import Pool, on_each_rank
 
@@ -178,13 +179,13 @@ def save_to_slow_disks(path: Path) -> int:
     """Return the length of a loaded save that rank 1 wrote, and rank 0 published, more slowly than the deadline."""
     cache = cache_of(20, 2)
     name = "link_or_write" if dist.get_rank() == 1 else "_check_complete"
-    original = getattr(checkpoint_writer, name)
+    original = getattr(save_module, name)
 
     def slow(*arguments: Any) -> Any:
         time.sleep(4)
         return original(*arguments)
 
-    setattr(checkpoint_writer, name, slow)
+    setattr(save_module, name, slow)
     before = am.set_deadline(3.0)
     try:
         cache.save(path)
