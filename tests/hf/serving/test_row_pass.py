@@ -161,7 +161,7 @@ def pass_while_sharing_weights(ranks: int) -> None:
     torch.testing.assert_close(found[1], found[0], atol=2 * FLOAT32_PART, rtol=2 * FLOAT32_PART)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_that_share_weights_and_keys_give_the_same(ranks: int, pool: Pool) -> None:
     pool.run(ranks, pass_while_sharing_weights, ranks)
 
