@@ -21,7 +21,7 @@ from tests.support.caches.make import empty_cache, mesh_or_none
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth import histories
 from tests.support.truth.dense import truth
-from tests.support.truth.seeds import in_turn, pairs, seeds
+from tests.support.truth.seeds import in_turn, pairs, rotated, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 
@@ -158,10 +158,12 @@ def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: s
         assert torch.equal(found, expected)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+KERNELS = ["auto", "cpu", "reference"]
+
+
 @each_storage
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("widths", [(192, 128), (576, 512)])
-@pytest.mark.parametrize("kernel", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize(("dtype", "widths", "kernel"), rotated(DTYPES, [(192, 128), (576, 512)], KERNELS, every=2))
 def test_wide_rows_and_many_tiles_agree_with_float64(
     monkeypatch: pytest.MonkeyPatch, storage: str, dtype: torch.dtype, widths: tuple[int, int], kernel: str
 ) -> None:

@@ -13,6 +13,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
 
 BATCH, HEADS, WIDTH = 2, 2, 6
 
@@ -75,8 +76,10 @@ def live_with_index_keys(shape: tuple[int, ...], folder: Path, lost: int, padded
     return right
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 3, 2)])
+SHAPES = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 3, 2)]
+
+
+@pytest.mark.parametrize(("shape", "padded"), pairs(SHAPES, [False, True]))
 def test_index_keys_are_right_after_each_change_of_a_cache(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], padded: bool
 ) -> None:

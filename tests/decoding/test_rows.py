@@ -391,9 +391,15 @@ def gathered(numbers: list[int]) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("ranks", [{0, 1}, {1}], ids=str)
-@pytest.mark.parametrize(("change", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("change", "message", "ranks", "warm"),
+    [
+        pytest.param(*wrong, ranks, warm, marks=pytest.mark.long if (number + len(ranks) + warm) % 2 else [])
+        for number, wrong in enumerate(WRONG)
+        for ranks in ({0, 1}, {1})
+        for warm in (False, True)
+    ],
+)
 def test_wrong_input_is_refused_alike_on_all_ranks(
     change: Change, message: str, ranks: set[int], warm: bool, pool: Pool
 ) -> None:

@@ -106,9 +106,9 @@ def test_selected_rows_are_read_in_place(storage: str, dtype: torch.dtype, monke
 
 
 @needs_library
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [128, 96, 256])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "storage"), rotated([128, 96, 256], [torch.float32, torch.bfloat16], [*STORAGES], every=2)
+)
 def test_bits_of_a_row_do_not_depend_on_threads_or_other_rows(storage: str, dtype: torch.dtype, dim: int) -> None:
     given = problem(storage, dtype, dim, dim, (8, 2, 3), 5000)
     before = torch.get_num_threads()
