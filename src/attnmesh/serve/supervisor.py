@@ -148,7 +148,7 @@ class Supervisor:
         self, prompt: EncodedPrompt, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
-        self._check_room(len(choices))
+        self._check_admission(len(choices))
         if prompt.nbytes > IMAGE_BYTES:
             raise Refused(413, f"images: expected at most {IMAGE_BYTES} bytes as the model reads them. Send fewer.")
         if (
@@ -179,7 +179,7 @@ class Supervisor:
         if self.status != ServerState.READY:
             raise Refused(503, f"The server is {self.status}. Ask again.")
 
-    def _check_room(self, choices: int) -> None:
+    def _check_admission(self, choices: int) -> None:
         """Raise unless `choices` more requests can be taken."""
         self.check_ready()
         if choices > self.max_requests:
@@ -189,9 +189,9 @@ class Supervisor:
             raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
 
     @contextmanager
-    def room(self, choices: int) -> Iterator[None]:
+    def admit(self, choices: int) -> Iterator[None]:
         """Count requests as waiting while their prompt is encoded."""
-        self._check_room(choices)
+        self._check_admission(choices)
         self.encoding_count += choices
         try:
             yield
