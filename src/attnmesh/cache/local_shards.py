@@ -58,7 +58,7 @@ class LocalShards:
         """The cache serves this query and all later ones. Tokens that none of these sees may be forgotten."""
 
     @property
-    def all(self) -> list[CacheShard]:
+    def shards(self) -> list[CacheShard]:
         """The own shard, then the copies."""
         return [self.own, *self.copy_shards.values()]
 
@@ -85,7 +85,7 @@ class LocalShards:
 
     def join_pieces(self) -> CacheShard:
         """Copy what forks share, and return the own shard, with all of its tokens in one memory of its own."""
-        own, *_ = [shard.join_pieces() for shard in self.all]
+        own, *_ = [shard.join_pieces() for shard in self.shards]
         self.forked = False
         return own
 
@@ -180,11 +180,11 @@ class LocalShards:
     def _append_whole(self, act: Callable[[], None]) -> None:
         """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
         length, rank_counts, oldest_query = self.counter.length, self.counter.rank_counts, self.oldest_query
-        memory = [shard.token_index for shard in self.all]
+        memory = [shard.token_index for shard in self.shards]
         try:
             act()
         except BaseException as error:
-            if all(index is shard.token_index for index, shard in zip(memory, self.all, strict=True)):
+            if all(index is shard.token_index for index, shard in zip(memory, self.shards, strict=True)):
                 self.oldest_query = oldest_query  # none has forgotten tokens
             self.counter.set_rank_counts(rank_counts)
             self._take_back(length, error)
@@ -202,11 +202,11 @@ class LocalShards:
         """Add new tokens after those that are counted."""
         new_count = new[0].shape[2]
         if self.forget_mask is None:
-            for shard in self.all:
+            for shard in self.shards:
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
         else:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
-            for shard in self.all:
+            for shard in self.shards:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                 self._make_room(shard, own_count, partial_of(self.oldest_kept_token, oldest_query), oldest_query)
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
@@ -294,17 +294,18 @@ class LocalShards:
 
     def _steps_to_cut(self, length: int) -> list[Step]:
         """Return steps that remove the tokens from `length` on from each shard."""
-        steps = [step for shard in self.all for step in shard.steps_to_truncate(length)]
-        recounts = [partial_of(self.counter.recount_slots, shard) for shard in self.all if self.forget_mask is not None]
+        steps = [step for shard in self.shards for step in shard.steps_to_truncate(length)]
+        recounted = self.shards if self.forget_mask is not None else ()
+        recounts = [partial_of(self.counter.recount_slots, shard) for shard in recounted]
         return [*steps, *recounts]
 
     def steps_to_reorder(self, index: Tensor) -> list[Step]:
         """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
-        return [step for shard in self.all for step in shard.steps_to_reorder(index)]
+        return [step for shard in self.shards for step in shard.steps_to_reorder(index)]
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
-        for shard in self.all[::-1]:  # the own shard last: its config is the cache's
+        for shard in self.shards[::-1]:  # the own shard last: its config is the cache's
             if config.capacity > shard.config.capacity:
                 shard.grow(config)
 

@@ -211,8 +211,8 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         return None
     first = caches[0]
     heads_axis = caches[0].rank_mesh.heads
-    common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
-    shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
+    common = set.intersection(*({shard.index for shard in cache.local_shards.shards} for cache in caches))
+    shards = [shard for cache in caches for shard in cache.local_shards.shards if shard.index in common]
     return {
         "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
         "capacity": max(cache.config.capacity for cache in caches),
@@ -221,7 +221,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
         "starts": [cache.local_shards.window_start for cache in caches],
-        "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.all if shard.index in common],
+        "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.shards if shard.index in common],
     }
 
 
@@ -308,4 +308,4 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
 
 def _shard(cache: KVCache, old: OldShard) -> CacheShard:
     """Return an old shard that this rank holds, its own or a copy."""
-    return next(shard for shard in cache.local_shards.all if shard.index == old[1])
+    return next(shard for shard in cache.local_shards.shards if shard.index == old[1])
