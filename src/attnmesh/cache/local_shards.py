@@ -161,7 +161,7 @@ class LocalShards:
             return False
         if self.copy_shards or shard.config.mask is not None:
             counter.set_length(length_and_used[0])
-            self._append_whole(partial_of(self._append_to_each, new, None))
+            self._append_or_restore(partial_of(self._append_to_each, new, None))
             return True
         try:
             if not shard.try_append_run(new, new_count, *length_and_used):
@@ -175,9 +175,9 @@ class LocalShards:
     def append(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         self._recount()
-        self._append_whole(partial_of(self._append_to_each, new, token_mask))
+        self._append_or_restore(partial_of(self._append_to_each, new, token_mask))
 
-    def _append_whole(self, act: Callable[[], None]) -> None:
+    def _append_or_restore(self, act: Callable[[], None]) -> None:
         """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
         length, rank_counts, oldest_query = self.counter.length, self.counter.rank_counts, self.oldest_query
         memory = [shard.token_index for shard in self.shards]
@@ -233,7 +233,7 @@ class LocalShards:
             self._append_rows_to_each(new, tokens, new_count, token_mask, queries)
             self.counter.set_rank_counts(rank_counts)
 
-        self._append_whole(act)
+        self._append_or_restore(act)
 
     def _append_rows_to_each(
         self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
@@ -263,7 +263,7 @@ class LocalShards:
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
-        self._append_whole(partial_of(self._append_blocks, piece, new, tokens, new_count))
+        self._append_or_restore(partial_of(self._append_blocks, piece, new, tokens, new_count))
 
     def _append_blocks(
         self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
