@@ -106,7 +106,7 @@ class LocalShards:
 
     # --- checks, before anything is written ---
 
-    def check_room(self, subject: str, row: int, new_count: int) -> None:
+    def check_row_fits(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
         if self.length + new_count > self.own.config.capacity or self.counter.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count)
@@ -309,7 +309,7 @@ class LocalShards:
             if config.capacity > shard.config.capacity:
                 shard.grow(config)
 
-    def prepare(self, length: int, start: WindowStart) -> None:
+    def make_room_to_load(self, length: int, start: WindowStart) -> None:
         """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
         self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
@@ -317,7 +317,7 @@ class LocalShards:
             self._make_room(self.own, count(length) - count(oldest), lambda: oldest, self.oldest_query)
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
-        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
+        """Mark the tokens that `make_room_to_load` made room for as present, once written, and send copies."""
         shard = self.own
         used = shard.mark_present(length, token_mask, oldest)
         self.counter.recount_slots(shard)

@@ -93,7 +93,7 @@ def recover(
     configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
     new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
-        cache.local_shards.prepare(length, start._replace(oldest_query=min(start.oldest_query, length)))
+        cache.local_shards.make_room_to_load(length, start._replace(oldest_query=min(start.oldest_query, length)))
     moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.oldest_kept_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
