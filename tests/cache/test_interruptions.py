@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[am.KVCache], object]] = {
 
 def looks(cache: am.KVCache) -> Iterator[Tensor]:
     """Yield what the shards of a cache hold, and what a step reads of them."""
-    yield torch.tensor([cache.config.batch, cache.local_shards.counter.length, cache.changes])
+    yield torch.tensor([cache.config.batch, cache.local_shards.counter.length, cache.rewrites])
     for shard in cache.local_shards.shards:
         pieces = [*shard.view.earlier_pieces, shard.view]
         counts = [int(piece.device_counts[1]) for piece in pieces]

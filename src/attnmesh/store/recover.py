@@ -218,7 +218,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         "capacity": max(cache.config.capacity for cache in caches),
         "mesh": [heads_axis.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
-        "changes": [cache.changes for cache in caches],
+        "rewrites": [cache.rewrites for cache in caches],
         "padding": _first_padding(first),
         "starts": [cache.local_shards.window_start for cache in caches],
         "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.shards if shard.index in common],
@@ -267,8 +267,8 @@ def _check_alike(
         for token_rank in range(token_ranks)
         if (head_rank, token_rank) not in held_shards
     ]
-    same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
-    counts = [description["changes"] for description in descriptions]
+    same_caches, same_rewrites = "the same caches on every rank", "caches truncated and reordered equally often"
+    counts = [description["rewrites"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}
     for fits, expected, given, fix in (
         (
@@ -278,7 +278,7 @@ def _check_alike(
             one_model,
         ),
         (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differs", one_model),
-        (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
+        (all(count == counts[0] for count in counts), same_rewrites, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (
             all(start.oldest_kept_token == 0 or start.oldest_query <= length for start in starts),
