@@ -96,7 +96,8 @@ def _ours(request: Request, ranks: int) -> Row:
     mesh = init_mesh("cpu", (1, 1, ranks)) if ranks > 1 else None
     cache, mask = hf.ShardedCache(layer.config, mesh), RecognisedMask(Causal(), 1, request.tokens, 0)
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "capacity": request.tokens + 16}
-    kv_cache = cache.layers[0].kv_cache = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
+    kv_cache = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
+    cache.layers[0].set_kv_caches([kv_cache])
     kv_cache.append(torch.cat((layer.latents, layer.rotated), -1))
     held_bytes = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], RankMesh.of(mesh).axes))
     layer.step(cache, mask)

@@ -238,7 +238,7 @@ def _ranks(request: Request) -> Iterator[Measured | Cluster]:
             cache.layers, first_cache.layers = first_cache.layers, cache.layers
             cache.tokens = first_cache.tokens
             for layer in cache.layers:
-                layer.cache = cache
+                layer.sharded_cache = cache
         first_cache, times = cache, Times()
         if name == shared and not _shares(model, mesh):
             continue

@@ -91,8 +91,8 @@ CHANGES: dict[str, Callable[[am.KVCache], object]] = {
 
 def looks(cache: am.KVCache) -> Iterator[Tensor]:
     """Yield what the shards of a cache hold, and what a step reads of them."""
-    yield torch.tensor([cache.config.batch, cache.local_shards.counter.length, cache.changes])
-    for shard in cache.local_shards.all:
+    yield torch.tensor([cache.config.batch, cache.local_shards.counter.length, cache.rewrites])
+    for shard in cache.local_shards.shards:
         pieces = [*shard.view.earlier_pieces, shard.view]
         counts = [int(piece.device_counts[1]) for piece in pieces]
         index = torch.cat([piece.token_index[:used] for piece, used in zip(pieces, counts, strict=True)])

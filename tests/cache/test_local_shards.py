@@ -52,7 +52,7 @@ def reserve_twice() -> Reserved:
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    shards = cache.local_shards.all
+    shards = cache.local_shards.shards
     return Reserved(caught.typename, [shard.length for shard in shards], sum(shard.used_slots for shard in shards))
 
 

@@ -164,9 +164,9 @@ def test_rank_0_alone_is_ended_for_torchrun_to_start_ranks_anew(tmp_path: Path) 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
         ranks = TorchrunRanks(tmp_path, RunningProcess.of(), 2)
         replace(tmp_path / "rank", str(RunningProcess.of(rank.pid)))  # as rank 0 does
-        ranks.kill(again=True)
+        ranks.kill(will_restart=True)
         assert rank.wait(60) == -signal.SIGKILL
-        ranks.kill(again=True)  # it has ended: nothing happens
+        ranks.kill(will_restart=True)  # it has ended: nothing happens
 
 
 def test_a_front_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
@@ -206,5 +206,5 @@ def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path)
         ranks.run("a socket")
     with mock.patch("os.kill") as kill:
         TorchrunRanks(tmp_path, taken, 2).kill()
-        ranks.kill(again=True)
+        ranks.kill(will_restart=True)
     assert not kill.called

@@ -15,7 +15,6 @@ from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.unbroken import unbroken
 from tests.support.caches.altered import append_on_this_rank_alone, forget_known_calls
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.seeds import pairs
@@ -138,7 +137,7 @@ def test_a_step_may_append_its_tokens(ranks: int, pool: Pool) -> None:
         assert steps.length == 20
 
 
-def test_tokens_that_do_not_fit_are_refused_as_before() -> None:
+def test_tokens_that_do_not_fit_are_refused_once_appends_are_known() -> None:
     cache = cache_on(1, capacity=8)
     for number in range(8):
         am.decode(query(), cache, k=tokens(1, number)[0], v=tokens(1, number)[1])
@@ -158,7 +157,7 @@ def test_tokens_that_do_not_fit_are_refused_as_before() -> None:
         (tokens(1, 0)[0][:1], tokens(1, 0)[1][:1], "append k"),
     ],
 )
-def test_bad_tokens_are_refused_as_before(k: Tensor | None, v: Tensor | None, message: str) -> None:
+def test_bad_tokens_are_refused_once_appends_are_known(k: Tensor | None, v: Tensor | None, message: str) -> None:
     cache = cache_on(1)
     for number in range(3):
         am.decode(query(), cache, k=tokens(1, number)[0], v=tokens(1, number)[1])
@@ -181,7 +180,7 @@ def test_bad_tokens_are_refused_as_before(k: Tensor | None, v: Tensor | None, me
         (query().requires_grad_(), {}),
     ],
 )
-def test_bad_steps_are_refused_as_before(q: Tensor, options: dict[str, object]) -> None:
+def test_bad_steps_are_refused_once_steps_are_known(q: Tensor, options: dict[str, object]) -> None:
     cache = cache_on(1)
     cache.append(*tokens(5, 0))
     for each in ({}, {"scale": 1.0}):
@@ -209,7 +208,7 @@ def step_while_one_disagrees(difference: str, odd: int, checked: bool | None) ->
         text = str(error)
     else:
         text = "NaN" if bool(out.isnan().all()) else "numbers"
-    unbroken(cache.local_shards.steps_to_truncate(8, ()))
+    cache.truncate(8)
     assert bool(am.decode(query(), cache).isfinite().all())
     return text
 

@@ -1,5 +1,6 @@
 """Prepared steps: their three parts in a graph and out of it, the heads of a rank, and what ranks compare."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_op import run_in_graph
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
+from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from tests.support.caches.make import along_keys, mesh_or_none, random_cache
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -35,10 +37,32 @@ def query() -> Tensor:
     return numbers(2, HEADS, 1, WIDTH, seed=1)
 
 
+SPEC = StepSpec(
+    heads_axis=Axis(2, 1),
+    token_axis=Axis(4, 3),
+    block=5,
+    capacity=6,
+    value_dim=7,
+    options=StepOptions(am.Window(8), 0.9, math.inf, "tree", "heads", reproducible=True, kernel="native"),
+    index_block=10,
+)
+"""A step whose numbers and texts all differ."""
+
+
 def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
-    spec = StepSpec(*map(str, range(len(StepSpec._fields))))  # type: ignore[arg-type]
-    of_cache = {"heads_axis", "token_axis", "block", "capacity", "value_dim"}
-    assert spec.options == {name: value for name, value in spec._asdict().items() if name not in of_cache}
+    *of_cache, options, _ = StepSpec._fields
+    assert of_cache == ["heads_axis", "token_axis", "block", "capacity", "value_dim"]
+    assert options == "options"
+    assert SPEC.fields_to_compare == SPEC.options._asdict() | {"index_block": SPEC.index_block}
+
+
+@pytest.mark.parametrize("softcap", [math.inf, 0.1])
+@pytest.mark.parametrize("index_block", [None, 10])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_graph_carries_each_field_of_a_step(softcap: float, index_block: int | None, reproducible: bool) -> None:
+    options = SPEC.options._replace(softcap=softcap, reproducible=reproducible)
+    spec = SPEC._replace(options=options, index_block=index_block)
+    assert StepSpec.from_code(*spec.to_code()) == spec
 
 
 @on_each_rank

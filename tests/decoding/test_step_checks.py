@@ -1,5 +1,6 @@
 """What the checks of a step settle: the spec that it runs by. Calls that they refuse are in tests/refusals/cases."""
 
+import math
 from typing import Any
 
 import pytest
@@ -33,15 +34,8 @@ def test_a_plain_step_has_the_options_of_its_caller_and_the_sizes_of_its_cache()
     assert inputs.q is Q
     assert (spec.block, spec.capacity, spec.value_dim) == (4, 32, 8)
     assert (spec.heads_axis.size, spec.token_axis.size) == (1, 1)
-    assert spec.options == {
-        "mask": am.Causal(),
-        "scaling": Scaling(16**-0.5),
-        "merge": "auto",
-        "output": "replicated",
-        "reproducible": False,
-        "kernel": "auto",
-        "index_block": None,
-    }
+    assert spec.options == OPTIONS._replace(scale=16**-0.5, softcap=math.inf)
+    assert spec.index_block is None
 
 
 def test_a_scale_and_a_cap_are_those_of_the_caller() -> None:
@@ -58,7 +52,7 @@ def test_a_selection_says_how_many_tokens_an_index_selects() -> None:
 def test_a_bias_is_columns_of_the_queries_which_the_reference_kernel_reads() -> None:
     bias = torch.arange(24.0).view(2, 4, 1, 3)
     inputs, spec = inputs_and_spec(StepInputs(Q, [cache_of()]), OPTIONS, bias, {})
-    assert spec.kernel == "reference"
+    assert spec.options.kernel == "reference"
     assert bias_columns(inputs.q, 16) == 3
     assert torch.equal(inputs.q[..., :16], Q)
     assert torch.equal(inputs.q[..., 16:], bias)
@@ -91,7 +85,7 @@ def test_the_partial_of_other_keys_has_the_rows_of_the_queries_and_the_columns_o
 def test_queries_see_no_further_back_than_the_cache_remembers(reach: int) -> None:
     inputs, options = StepInputs(Q, [cache_of(mask=am.Window(3))]), OPTIONS._replace(mask=am.Window(reach))
     if reach <= 3:
-        assert inputs_and_spec(inputs, options, None, {})[1].mask == am.Window(reach)
+        assert inputs_and_spec(inputs, options, None, {})[1].options.mask == am.Window(reach)
         return
     with pytest.raises(MaskError, match="by which the cache forgets tokens, or a narrower mask"):
         inputs_and_spec(inputs, options, None, {})

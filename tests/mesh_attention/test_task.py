@@ -17,5 +17,5 @@ def test_a_task_has_the_band_of_each_step() -> None:
     task = Rank(ALONE, "bulk").task
     (step,) = task.steps_of(task.groups[0])
     expected = Band.of(MASK, torch.arange(LENGTH), LENGTH)
-    assert isinstance(step.band, Band)
-    assert torch.equal(step.band.visible(LENGTH), expected.visible(LENGTH))
+    assert isinstance(step.visible_keys, Band)
+    assert torch.equal(step.visible_keys.visible(LENGTH), expected.visible(LENGTH))

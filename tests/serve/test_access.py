@@ -1,4 +1,4 @@
-"""The door of the server: the names of this machine that a request may use."""
+"""Access to the server: the names of this machine that a request may use."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from attnmesh.serve.access import Door, Limits
+from attnmesh.serve.access import AccessMiddleware, Limits
 from attnmesh.serve.metrics import Metrics
 
 LOCAL = ("localhost", "localhost:8000", "LocalHost:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000")
@@ -25,7 +25,7 @@ def status_of(host: str, limits: Limits) -> int:
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", host.encode())]}
-    asyncio.run(Door(PlainTextResponse("served"), limits, Metrics())(scope, receive, send))
+    asyncio.run(AccessMiddleware(PlainTextResponse("served"), limits, Metrics())(scope, receive, send))
     return int(sent[0]["status"])
 
 

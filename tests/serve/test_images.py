@@ -28,7 +28,7 @@ class EngineWorld:
         self.engine = Engine(model, None, max_model_len=400, tokens_end=())
         serve_rank_0(self.engine, address, {"max_model_len": 400})
 
-    def kill(self, *, again: bool = False) -> None:
+    def kill(self, *, will_restart: bool = False) -> None:
         self.engine.close()
 
 

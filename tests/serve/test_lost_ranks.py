@@ -189,7 +189,7 @@ class Stalled(ThreadWorld):
     def step(self, going: bool) -> bool:
         return self.free.wait() and going
 
-    def kill(self, *, again: bool = False) -> None:
+    def kill(self, *, will_restart: bool = False) -> None:
         self.free.set()
         super().kill()
 

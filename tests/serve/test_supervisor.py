@@ -180,7 +180,7 @@ class HeldOpen:
         self.ends.clear()
         raise LaunchError("rank 1 was ended by SIGKILL before it was done")
 
-    def kill(self, *, again: bool = False) -> None:
+    def kill(self, *, will_restart: bool = False) -> None:
         self.ends.set()
 
 
@@ -227,7 +227,7 @@ class Failing:
         thread.join()
         raise LaunchError("rank 1 was ended by SIGKILL before it was done")
 
-    def kill(self, *, again: bool = False) -> None:
+    def kill(self, *, will_restart: bool = False) -> None:
         """It ends when it is asked to."""
 
 

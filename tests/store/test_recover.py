@@ -143,7 +143,7 @@ def recover_wrongly(kind: str) -> str:
         "truncation": ([cache], {}),
     }
     if kind == "truncation" and bad:
-        cache.changes += 1  # as after `truncate` and new tokens
+        cache.rewrites += 1  # as after `truncate` and new tokens
     caches, options = arguments[kind]
     try:
         am.recover(caches, mesh, **options)

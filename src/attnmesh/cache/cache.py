@@ -158,7 +158,7 @@ class KVCache(CacheProperties):
         self.token_axis = agreed_token_axis(mesh, self.rank_mesh, self.device)
         self.guard = CallGuard(self.rank_mesh, self.device, checked)
         self.history = HistoryDigest(self.device)
-        self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
+        self.rewrites = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved_pieces = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
@@ -338,11 +338,11 @@ class KVCache(CacheProperties):
         self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
             steps = self.local_shards.steps_to_truncate(length, table)
-            unbroken([*steps, self._step_to_count(), partial_of(self._truncate_history, length)])
+            unbroken([*steps, self._step_to_count_rewrite(), partial_of(self._truncate_history, length)])
 
-    def _step_to_count(self) -> Step:
+    def _step_to_count_rewrite(self) -> Step:
         """Return a step that counts one more truncation or reorder."""
-        return partial_of(setattr, self, "changes", self.changes + 1)
+        return partial_of(setattr, self, "rewrites", self.rewrites + 1)
 
     def _truncate_history(self, length: int) -> None:
         self.history.truncate(length, self.own_shard.token_mask)
@@ -434,7 +434,7 @@ class KVCache(CacheProperties):
         """
         index = batch_index.to(self.device)
         steps = [self.saved_pieces.forget, *self.local_shards.steps_to_reorder(index)]
-        return [*steps, *self.history.steps_to_add_order(index), self._step_to_count()]
+        return [*steps, *self.history.steps_to_add_order(index), self._step_to_count_rewrite()]
 
     def pages(self) -> list[Pages]:
         """Return this rank's blocks without copying them: those that forks share, if any, and then its own.

@@ -57,7 +57,7 @@ class LocalShards:
         """The cache serves this query and all later ones. Tokens that none of these sees may be forgotten."""
 
     @property
-    def all(self) -> list[CacheShard]:
+    def shards(self) -> list[CacheShard]:
         """The own shard, then the copies."""
         return [self.own, *self.copy_shards.values()]
 
@@ -84,7 +84,7 @@ class LocalShards:
 
     def join_pieces(self) -> CacheShard:
         """Copy what forks share, and return the own shard, with all of its tokens in one memory of its own."""
-        own, *_ = [shard.join_pieces() for shard in self.all]
+        own, *_ = [shard.join_pieces() for shard in self.shards]
         self.forked = False
         return own
 
@@ -105,7 +105,7 @@ class LocalShards:
 
     # --- checks, before anything is written ---
 
-    def check_room(self, subject: str, row: int, new_count: int) -> None:
+    def check_row_fits(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
         if self.length + new_count > self.own.config.capacity or self.counter.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count)
@@ -160,7 +160,7 @@ class LocalShards:
             return False
         if self.copy_shards or shard.config.mask is not None:
             counter.set_length(length_and_used[0])
-            self._append_whole(partial_of(self._append_to_each, new, None))
+            self._append_or_restore(partial_of(self._append_to_each, new, None))
             return True
         try:
             if not shard.try_append_run(new, new_count, *length_and_used):
@@ -174,16 +174,16 @@ class LocalShards:
     def append(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         self._recount()
-        self._append_whole(partial_of(self._append_to_each, new, token_mask))
+        self._append_or_restore(partial_of(self._append_to_each, new, token_mask))
 
-    def _append_whole(self, act: Callable[[], None]) -> None:
+    def _append_or_restore(self, act: Callable[[], None]) -> None:
         """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
         length, rank_counts, oldest_query = self.counter.length, self.counter.rank_counts, self.oldest_query
-        memory = [shard.token_index for shard in self.all]
+        memory = [shard.token_index for shard in self.shards]
         try:
             act()
         except BaseException as error:
-            if all(index is shard.token_index for index, shard in zip(memory, self.all, strict=True)):
+            if all(index is shard.token_index for index, shard in zip(memory, self.shards, strict=True)):
                 self.oldest_query = oldest_query  # none has forgotten tokens
             self.counter.set_rank_counts(rank_counts)
             self._take_back(length, error)
@@ -201,11 +201,11 @@ class LocalShards:
         """Add new tokens after those that are counted."""
         new_count = new[0].shape[2]
         if self.forget_mask is None:
-            for shard in self.all:
+            for shard in self.shards:
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
         else:
             start, oldest_query = self.counter.length, self._oldest_query_after(new_count, new_count)
-            for shard in self.all:
+            for shard in self.shards:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                 self._make_room(shard, own_count, partial_of(self.oldest_kept_token, oldest_query), oldest_query)
                 shard.append_own(new, token_mask, self.counter.length_and_used(shard))
@@ -232,7 +232,7 @@ class LocalShards:
             self._append_rows_to_each(new, tokens, new_count, token_mask, queries)
             self.counter.set_rank_counts(rank_counts)
 
-        self._append_whole(act)
+        self._append_or_restore(act)
 
     def _append_rows_to_each(
         self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
@@ -262,7 +262,7 @@ class LocalShards:
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
-        self._append_whole(partial_of(self._append_blocks, piece, new, tokens, new_count))
+        self._append_or_restore(partial_of(self._append_blocks, piece, new, tokens, new_count))
 
     def _append_blocks(
         self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
@@ -293,21 +293,22 @@ class LocalShards:
 
     def _steps_to_cut(self, length: int) -> list[Step]:
         """Return steps that remove the tokens from `length` on from each shard."""
-        steps = [step for shard in self.all for step in shard.steps_to_truncate(length)]
-        recounts = [partial_of(self.counter.recount_slots, shard) for shard in self.all if self.forget_mask is not None]
+        steps = [step for shard in self.shards for step in shard.steps_to_truncate(length)]
+        recounted = self.shards if self.forget_mask is not None else ()
+        recounts = [partial_of(self.counter.recount_slots, shard) for shard in recounted]
         return [*steps, *recounts]
 
     def steps_to_reorder(self, index: Tensor) -> list[Step]:
         """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
-        return [step for shard in self.all for step in shard.steps_to_reorder(index)]
+        return [step for shard in self.shards for step in shard.steps_to_reorder(index)]
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
-        for shard in self.all[::-1]:  # the own shard last: its config is the cache's
+        for shard in self.shards[::-1]:  # the own shard last: its config is the cache's
             if config.capacity > shard.config.capacity:
                 shard.grow(config)
 
-    def prepare(self, length: int, start: WindowStart) -> None:
+    def make_room_to_load(self, length: int, start: WindowStart) -> None:
         """Make room at block-cyclic slots for the tokens from `start.oldest_kept_token` up to `length`."""
         self.oldest_query = start.oldest_query
         if self.forget_mask is not None:
@@ -315,7 +316,7 @@ class LocalShards:
             self._make_room(self.own, count(length) - count(oldest), lambda: oldest, self.oldest_query)
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int = 0) -> None:
-        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
+        """Mark the tokens that `make_room_to_load` made room for as present, once written, and send copies."""
         shard = self.own
         used = shard.mark_present(length, token_mask, oldest)
         self.counter.recount_slots(shard)

@@ -42,7 +42,7 @@ class LocalRanks:
         print_message(f"starting {self.count} ranks" if self.count > 1 else "starting 1 rank")
         run_on_machine(self.count, serve_rank, self.settings, address)
 
-    def kill(self, *, again: bool = False) -> None:
+    def kill(self, *, will_restart: bool = False) -> None:
         """End the ranks at once."""
         for process in {*mp.active_children()} - self.others:
             process.kill()

@@ -68,10 +68,10 @@ class TorchrunRanks:
             os.kill(os.getpid(), SIGTERM)  # no other ranks will come
         raise LaunchError("ranks were lost")
 
-    def kill(self, *, again: bool = False) -> None:
-        """End torchrun, which ends the ranks. With `again` end rank 0 alone: torchrun then starts all ranks anew."""
+    def kill(self, *, will_restart: bool = False) -> None:
+        """End torchrun, which ends the ranks. With `will_restart` end rank 0: torchrun starts all ranks anew."""
         with suppress(OSError):  # it has ended
-            if again:
+            if will_restart:
                 rank = RunningProcess.parse((self.folder / "rank").read_text(encoding="utf-8"))
                 if rank.is_alive():
                     os.kill(rank.pid, SIGKILL)

@@ -79,7 +79,7 @@ class Mask:
         if not self._is_valid():
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
-            *others, last = (function.__name__ for function in (*_REACHES, *(part.make for part in _PARTS)))
+            *others, last = (maker.make.__name__ for maker in _CALLS_IN_ERRORS)
             fix = f"make masks with {', '.join(others)} and {last}"
             expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
@@ -481,34 +481,33 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
         raise MaskError("Spans", expected, repr(ranges), fix) from None
 
 
-_REACHES: dict[Callable[..., Mask], str] = {
-    Full: "Full()",
-    Causal: "Causal()",
-    Window: "Window(left)",
-    Spans: "Spans(ranges)",
-}
-"""Functions that say how far a query sees, each with a call of it, for errors."""
-
-
-class _Part(NamedTuple):
-    """A function that says within which part of the sequence a query sees."""
+class _CallInErrors(NamedTuple):
+    """A function that makes masks, and a call of it, for texts of errors."""
 
     make: Callable[..., Mask]
     call: str
-    """A call of it, for errors."""
-    field: str
-    """The field of `Mask` that it sets, by which a mask is known to be of this function."""
+    part_field: str | None = None
+    """The field of `Mask` that it sets, if it says within which part of the sequence a query sees, but not how far."""
 
 
-_PARTS = (_Part(Documents, "Documents(lengths)", "ends"), _Part(Chunks, "Chunks(size)", "chunks"))
-"""A mask of parts alone does not say how far a query sees: `check_mask` warns of it."""
+_CALLS_IN_ERRORS = (
+    _CallInErrors(Full, "Full()"),
+    _CallInErrors(Causal, "Causal()"),
+    _CallInErrors(Window, "Window(left)"),
+    _CallInErrors(Spans, "Spans(ranges)"),
+    _CallInErrors(Documents, "Documents(lengths)", "ends"),
+    _CallInErrors(Chunks, "Chunks(size)", "chunks"),
+)
+"""All functions that make masks. Of a mask of parts alone, which does not say how far a query sees, a check warns."""
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = f"{', '.join(_REACHES.values())}, or one of them & {' or '.join(part.call for part in _PARTS)}"
-        calls = {Mask: "Mask()", **_REACHES, **{part.make: f"Causal() & {part.call}" for part in _PARTS}}
+        reaches = {maker.make: maker.call for maker in _CALLS_IN_ERRORS if maker.part_field is None}
+        parts = {maker.make: maker.call for maker in _CALLS_IN_ERRORS if maker.part_field is not None}
+        expected = f"{', '.join(reaches.values())}, or one of them & {' or '.join(parts.values())}"
+        calls = {Mask: "Mask()", **reaches, **{make: f"Causal() & {call}" for make, call in parts.items()}}
         if isinstance(mask, (FunctionType, type)) and mask in calls:
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {calls[mask]}")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
@@ -517,7 +516,8 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     for length in lengths:
         mask.check_length(subject, length)
     if mask.is_undirected and not torch.compiler.is_compiling():
-        alone = next(part.call for part in _PARTS if getattr(mask, part.field))
+        fields = ((maker.call, maker.part_field) for maker in _CALLS_IN_ERRORS if maker.part_field is not None)
+        alone = next(call for call, field in fields if getattr(mask, field))
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 

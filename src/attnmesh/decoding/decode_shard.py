@@ -67,7 +67,7 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads_axis)
     view = cache.own_shard.view
-    query = DecodeQuery(every, spec.mask, spec.scaling, spec.capacity)
+    query = DecodeQuery(every, spec.options.mask, spec.scaling, spec.capacity)
     attention = spec.attention_for(every, view)
     attend = profiled_as(ATTENTION_RANGE, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
@@ -83,4 +83,4 @@ def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, ob
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history.digest}
     query_fields = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**query_fields, **contents, **spec.options}
+    return {**query_fields, **contents, **spec.fields_to_compare}

@@ -64,6 +64,7 @@ def find_step(
     if on_gpu and prepared_step.refuses_graphs and is_capturing(first.device):
         return signature, None
     spec = prepared_step.spec
+    reproducible = spec.options.reproducible
     config = prepared_step.config
     queries = q.shape[2]
     for cache in caches:
@@ -72,9 +73,9 @@ def find_step(
         if own_config is not config:
             if cache is first and (count == 1 or config is None or own_config.common_config != config.common_config):
                 return signature, None  # the step is of caches of another configuration
-            if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
+            if own_config.capacity > spec.capacity or (reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
-        if step_fault(shards, queries, reproducible=spec.reproducible) is not None:
+        if step_fault(shards, queries, reproducible=reproducible) is not None:
             return signature, None
     return signature, prepared_step
 
@@ -90,7 +91,7 @@ def _prepare_step(
     q, caches = inputs.q, inputs.caches
     first = caches[0]
     is_asynchronous = runs_asynchronously(first, spec)
-    if spec.reproducible:
+    if spec.options.reproducible:
         for cache in caches:
             if cache.local_shards.forked and is_asynchronous:
                 cache.local_shards.join_pieces()  # the kernel merges the blocks of one tensor
@@ -98,7 +99,7 @@ def _prepare_step(
     prepared_step = new_prepared_step(
         q, first.own_shard.view, spec, facts, first.config, checked=checked, is_asynchronous=is_asynchronous
     )
-    if signature is not None and not spec.mask.depends_on_length:
+    if signature is not None and not spec.options.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step
 

@@ -26,6 +26,7 @@ from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum, call_digest
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
+from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.step_agreement import ask_in_step, fields_of_step, gather_heads, merge_agreement_for
 from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
@@ -39,6 +40,8 @@ class PreparedStep:
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
     spec: StepSpec
+    scaling: Scaling
+    """The spec's, made once."""
     attention: CachedAttention
     facts: tuple[Any, ...]
     """Options, dtypes and shapes of the call. Ranks compare their hash."""
@@ -65,17 +68,18 @@ class PreparedStep:
         `inputs` have the heads of this rank. The CPU reads nothing of a device.
         """
         spec = self.spec
+        options = spec.options
         q, sinks, lengths = inputs.q, inputs.sinks, inputs.key_lengths
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
-        if sinks is not None and (spec.reproducible or spec.token_axis.index > 0):
+        if sinks is not None and (options.reproducible or spec.token_axis.index > 0):
             sinks = None  # the first rank adds them; `finish` does in a reproducible step, on any number of ranks
         query = DecodeQuery(
             q,
-            spec.mask,
-            spec.scaling,
+            options.mask,
+            self.scaling,
             spec.capacity,
             sinks=sinks,
-            partial_block=spec.block if spec.reproducible else None,
+            partial_block=spec.block if options.reproducible else None,
             into=blank.partial,
             key_lengths=None if lengths is None else lengths.to(q.device),
             other_partial=inputs.other_partial,
@@ -97,8 +101,8 @@ class PreparedStep:
         spec = self.spec
         q, sinks, key_lengths = inputs.q, inputs.sinks, inputs.key_lengths
         out = merged.out
-        if spec.reproducible:
-            if sinks is not None and spec.output == "heads":
+        if spec.options.reproducible:
+            if sinks is not None and spec.options.output == "heads":
                 sinks = sinks[spec.token_axis.slice_of(len(sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(merged, sinks).out + 0.0
@@ -147,7 +151,7 @@ class HostMergedStep(PreparedStep):
             merged, _ = self.merge(partial, blank, inputs, views)
             return self.finish(merged, inputs, views)
         except Exception as error:
-            merge_agreement_for(inputs.caches, self.spec, self.checked).raise_through_merge(error)
+            merge_agreement_for(inputs.caches, self.spec.options, self.checked).raise_through_merge(error)
 
     def merge(
         self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
@@ -161,7 +165,7 @@ class HostMergedStep(PreparedStep):
         if not merge(blank.message, call_digest(*inputs.parts_to_compare(self.facts, views))):
             if self.checked is not False:
                 fields = partial_of(fields_of_step, inputs, self.spec)
-                merge_agreement_for(inputs.caches, self.spec, self.checked).raise_unequal(fields)
+                merge_agreement_for(inputs.caches, self.spec.options, self.checked).raise_unequal(fields)
             partial.out.fill_(torch.nan)
         heads = self.output_heads
         return partial if heads is None else Partial(partial.out[:, heads], partial.lse[:, heads]), None
@@ -179,7 +183,7 @@ class TransportMergedStep(PreparedStep):
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
         q, spec = inputs.q, self.spec
         description = MergeDescription(self.facts, partial_of(fields_of_step, inputs, spec), self.ask)
-        agreement = merge_agreement_for(inputs.caches, spec, self.checked)
+        agreement = merge_agreement_for(inputs.caches, spec.options, self.checked)
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
         try:
@@ -222,6 +226,7 @@ def new_prepared_step(
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
     settled: dict[str, Any] = {
         "spec": spec,
+        "scaling": spec.scaling,
         "attention": attention,
         "facts": facts,
         "config": config,
@@ -231,7 +236,7 @@ def new_prepared_step(
     if spec.token_axis.size == spec.heads_axis.size == 1:
         return LoneStep(**settled, blank_message=blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
-        output_heads = host_merge.heads_of_output(spec.output)
+        output_heads = host_merge.heads_of_output(spec.options.output)
         blank = host_merge.blank_message
         return HostMergedStep(**settled, blank_message=blank, host_merge=host_merge, output_heads=output_heads)
     ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
@@ -241,7 +246,7 @@ def new_prepared_step(
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
     """Return the native merge of queries like `q`; None unless all ranks share a host with the native library."""
     axis = spec.token_axis
-    may_merge_natively = axis.size > 1 and spec.heads_axis.size == 1 and q.is_cpu and not spec.reproducible
+    may_merge_natively = axis.size > 1 and spec.heads_axis.size == 1 and q.is_cpu and not spec.options.reproducible
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
     return agreed_host_merge(axis, (*q.shape[:-1], spec.value_dim), spec.rank_merge.agreed_merge(q.device))
@@ -258,7 +263,7 @@ def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | N
     dtype = sum_dtype(q.dtype)
     if spec.token_axis.size > 1:
         return partial_of(blank_message, shape, dtype, q.device)
-    return None if spec.reproducible else partial_of(_blank_partial, shape, q.dtype, dtype, q.device)
+    return None if spec.options.reproducible else partial_of(_blank_partial, shape, q.dtype, dtype, q.device)
 
 
 def _blank_partial(

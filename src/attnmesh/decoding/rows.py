@@ -162,7 +162,7 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
     """Append row r to cache r. If a cache has no room for its row, raise before a row is appended."""
     new_count = k.shape[2] if k is not None else 0
     for row, cache in enumerate(caches):
-        cache.local_shards.check_room(SUBJECT, row, new_count)
+        cache.local_shards.check_row_fits(SUBJECT, row, new_count)
     for row, cache in enumerate(caches):
         rows = slice(row, row + 1)
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])

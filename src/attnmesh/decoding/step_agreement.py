@@ -20,9 +20,7 @@ from attnmesh.errors import InputError
 from attnmesh.guard.merge_agreement import MergeAgreement
 
 
-def merge_agreement_for(
-    caches: Sequence[KVCache], options: StepOptions | StepSpec, checked: bool | None
-) -> MergeAgreement:
+def merge_agreement_for(caches: Sequence[KVCache], options: StepOptions, checked: bool | None) -> MergeAgreement:
     """Return the agreement on a step. `options` may be unchecked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
@@ -33,8 +31,7 @@ def merge_agreement_for(
 def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
     q, caches, key_lengths = inputs.q, inputs.caches, inputs.key_lengths
-    options = spec.options | spec.scaling._asdict()
-    del options["scaling"]
+    options = spec.fields_to_compare
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if inputs.other_partial is None else {"partial": True}
     width = caches[0].config.head_dim
@@ -50,12 +47,12 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
 def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
     """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if spec.index_block is not None:
-        return cache.device.type != "cpu" and detects_mismatch(spec.merge)
+        return cache.device.type != "cpu" and detects_mismatch(spec.options.merge)
     try:
-        reads_on_device = reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype)
+        reads_on_device = reads_length_on_device(cache.own_shard.view, spec.options.kernel, cache.config.dtype)
     except InputError:
         reads_on_device = reads_length_on_device(cache.own_shard.view, "auto", cache.config.dtype)
-    return reads_on_device and detects_mismatch(spec.merge)
+    return reads_on_device and detects_mismatch(spec.options.merge)
 
 
 def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -77,14 +74,14 @@ def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> t
     if axis.size == 1:
         return out, checksum
     checksum = highest_checksum(checksum, axis)
-    if spec.output != "heads":
+    if spec.options.output != "heads":
         if out.is_cpu and float(checksum.sum()) != 0:  # shares may have other sizes, too
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
         out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
-def _send_poison(cache: KVCache, options: StepOptions | StepSpec) -> None:
+def _send_poison(cache: KVCache, options: StepOptions) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks = cache.token_axis.size
     reproducible = options.reproducible is True  # values of other types are invalid on the other ranks too

@@ -25,50 +25,81 @@ from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
+class StepOptions(NamedTuple):
+    """Values that a caller passes beside tensors, equal on all ranks. Those of a `StepSpec` are checked."""
+
+    mask: Mask
+    scale: float | None
+    """A number in a `StepSpec`, as `softcap` is: infinite for none."""
+    softcap: float | None
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+
+    def spec_on(self, cache: KVCache, scaling: Scaling) -> "StepSpec":
+        """Return the spec of a step on a cache. `scaling` has the checked scale and cap."""
+        return StepSpec(
+            heads_axis=cache.rank_mesh.heads,
+            token_axis=cache.token_axis,
+            block=cache.config.block,
+            capacity=cache.config.capacity,
+            value_dim=cache.config.value_dim,
+            options=self._replace(scale=scaling.scale, softcap=scaling.softcap),
+        )
+
+    def to_code(self) -> tuple[list[str], list[int]]:
+        """Return the checked options as texts, in the order of the fields, and the mask as numbers."""
+        scaling = [repr(self.scale), repr(self.softcap)]
+        return [*scaling, self.merge, self.output, str(int(self.reproducible)), self.kernel], self.mask.to_code()
+
+    @staticmethod
+    def from_code(texts: Sequence[str], mask_code: Sequence[int]) -> "StepOptions":
+        """Return the options that `to_code` wrote."""
+        scale, softcap, merge, output, reproducible, kernel = texts
+        is_reproducible = bool(int(reproducible))
+        mask = Mask.from_code(mask_code)
+        return StepOptions(mask, float(scale), float(softcap), merge, output, is_reproducible, kernel)
+
+
 class StepSpec(NamedTuple):
     """A step that can be served: the axes and sizes of its cache, and the values that its caller passes."""
 
-    # Axes and sizes of the cache:
     heads_axis: Axis
     token_axis: Axis
     block: int
     capacity: int
     value_dim: int
-    # Values that the caller passes:
-    mask: Mask
-    scaling: Scaling
-    merge: str
-    output: str
-    reproducible: bool
-    kernel: str
+    options: StepOptions
     index_block: int | None = None
     """Tokens that an index selects; None if nothing is selected."""
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The values that the caller passes, by name, which are equal on all ranks."""
-        return {
-            "mask": self.mask,
-            "scaling": self.scaling,
-            "merge": self.merge,
-            "output": self.output,
-            "reproducible": self.reproducible,
-            "kernel": self.kernel,
-            "index_block": self.index_block,
-        }
+    def fields_to_compare(self) -> dict[str, Any]:
+        """What the caller passes, by name, which is equal on all ranks."""
+        return {**self.options._asdict(), "index_block": self.index_block}
+
+    @property
+    def scaling(self) -> Scaling:
+        """The scale and the soft cap."""
+        scale, softcap = self.options.scale, self.options.softcap
+        assert scale is not None
+        assert softcap is not None
+        return Scaling(scale, softcap)
 
     @property
     def rank_merge(self) -> RequestedMerge:
         """The merge of the ranks that share the tokens."""
-        return RequestedMerge(self.token_axis, self.merge, self.output, reproducible=self.reproducible)
+        options = self.options
+        return RequestedMerge(self.token_axis, options.merge, options.output, reproducible=options.reproducible)
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the spec as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
+        texts, mask_code = self.options.to_code()
         axes = [self.heads_axis.size, self.heads_axis.index, self.token_axis.size, self.token_axis.index]
-        sizes = [self.block, self.capacity, self.value_dim]
-        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.to_code()]
-        return ",".join([*names, *map(repr, self.scaling)]), numbers
+        sizes = [self.block, self.capacity, self.value_dim, self.index_block or 0]
+        names = [self.heads_axis.group_name, self.token_axis.group_name, *texts]
+        return ",".join(names), [*axes, *sizes, *mask_code]
 
     @staticmethod
     def from_code(names: str, numbers: Sequence[int]) -> "StepSpec":
@@ -82,14 +113,14 @@ class StepSpec(NamedTuple):
 
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
         """Return the attention of the queries `q` over a cache. The reference kernel attends selected tokens."""
-        name = self.kernel if self.index_block is None else "reference"
+        name = self.options.kernel if self.index_block is None else "reference"
         kernel = choose(KernelRequest.of_cache(q, view, self.scaling), name)
         return attention_to_cache(kernel, self.scaling, self.value_dim, q.device)
 
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
-        for axis in (self.heads_axis, self.token_axis) if self.output == "heads" else ():
+        for axis in (self.heads_axis, self.token_axis) if self.options.output == "heads" else ():
             own_heads = axis.slice_of(heads)
             heads = own_heads.stop - own_heads.start
         return q.shape[0], heads, q.shape[2], self.value_dim
@@ -119,7 +150,7 @@ class StepInputs:
 
     def facts(self, spec: StepSpec) -> tuple[Any, ...]:
         """Return the options of a spec, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
-        options, sinks = tuple(spec.options.values()), None if self.sinks is None else self.sinks.dtype
+        options, sinks = tuple(spec.fields_to_compare.values()), None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
         partial_field = () if self.other_partial is None else ("partial",)
         return options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
@@ -161,50 +192,17 @@ class StepInputs:
 
 @cached_per_world(1024)
 def _spec_of_code(names: str, numbers: tuple[int, ...]) -> StepSpec:
-    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
-    block, capacity, value_dim, reproducible, index_block, *mask_code = numbers[4:]
+    heads, tokens, *texts = names.split(",")
+    block, capacity, value_dim, index_block, *mask_code = numbers[4:]
     return StepSpec(
         heads_axis=Axis(numbers[0], numbers[1], group_named(heads)),
         token_axis=Axis(numbers[2], numbers[3], group_named(tokens)),
         block=block,
         capacity=capacity,
         value_dim=value_dim,
-        mask=Mask.from_code(mask_code),
-        scaling=Scaling(float(scale), float(softcap)),
-        merge=merge,
-        output=output,
-        reproducible=bool(reproducible),
-        kernel=kernel,
+        options=StepOptions.from_code(texts, mask_code),
         index_block=index_block or None,
     )
-
-
-class StepOptions(NamedTuple):
-    """Values that a caller passes beside tensors, as the options of a `StepSpec` have them, not yet checked."""
-
-    mask: Mask
-    scale: float | None
-    softcap: float | None
-    merge: str
-    output: str
-    reproducible: bool
-    kernel: str
-
-    def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
-        """Return the spec of a step on a cache. `scaling` has the checked scale and cap."""
-        return StepSpec(
-            heads_axis=cache.rank_mesh.heads,
-            token_axis=cache.token_axis,
-            block=cache.config.block,
-            capacity=cache.config.capacity,
-            value_dim=cache.config.value_dim,
-            mask=self.mask,
-            scaling=scaling,
-            merge=self.merge,
-            output=self.output,
-            reproducible=self.reproducible,
-            kernel=self.kernel,
-        )
 
 
 def selection_of_rank(selection: Selection, heads_axis: Axis) -> Selection:

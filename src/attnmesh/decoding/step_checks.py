@@ -93,31 +93,32 @@ def spec_of_step(
         expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.config.mask")
     check_merge(subject, options.merge, options.output)
-    spec = options.spec_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
-    if spec.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose(KernelRequest.of_cache(q, cache.own_shard.view, spec.scaling), spec.kernel)
+    scaling = Scaling.of(subject, options.scale, options.softcap, q.shape[-1])
+    spec = options.spec_on(cache, scaling)
+    if options.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
+        choose(KernelRequest.of_cache(q, cache.own_shard.view, scaling), options.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.is_cuda
     check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, may_read=not lengths_on_gpu)
-    if cache.padding is not None and spec.mask.documents:
+    if cache.padding is not None and options.mask.documents:
         fix = "keep documents in sequences of their own"
-        raise MaskError(f"{subject} mask{row_text}", "no documents in a padded batch", f"{spec.mask}", fix)
+        raise MaskError(f"{subject} mask{row_text}", "no documents in a padded batch", f"{options.mask}", fix)
     if selected is not None:
         spec = _with_selection(q, cache, selected, spec)
-    check_reproducible(f"{subject} reproducible", spec.reproducible, spec.token_axis.size, spec.merge)
-    if spec.reproducible and key_lengths is not None:
+    check_reproducible(f"{subject} reproducible", options.reproducible, spec.token_axis.size, options.merge)
+    if options.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     in_graph = not may_compare(q.device)
-    check_step(cache.local_shards, subject, row_text, q, in_graph=in_graph, reproducible=spec.reproducible)
+    check_step(cache.local_shards, subject, row_text, q, in_graph=in_graph, reproducible=options.reproducible)
     if in_graph:
         if needs_cpu(config, q.shape[2]):
             check_eager(subject, config, q.device)
         if is_capturing(q.device):
             _check_captured(cache, spec, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return spec
-    if spec.mask.documents:
-        spec.mask.check_length(f"{subject} mask{row_text}", cache.length)
+    if options.mask.documents:
+        options.mask.check_length(f"{subject} mask{row_text}", cache.length)
     if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return spec
@@ -126,8 +127,8 @@ def spec_of_step(
 def _with_selection(q: Tensor, cache: KVCache, selected: Selection, spec: StepSpec) -> StepSpec:
     """Return the spec over selected tokens, or raise unless they are tokens of the cache."""
     length = cache.length if may_compare(q.device) else None
-    check_selection("decode selected", selected, q, cache.config.kv_heads, spec.kernel, length)
-    if spec.reproducible is True:
+    check_selection("decode selected", selected, q, cache.config.kv_heads, spec.options.kernel, length)
+    if spec.options.reproducible is True:
         expected = "no selected= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Selection", "leave one of them out")
     return spec._replace(index_block=selected.block)
@@ -160,7 +161,7 @@ def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
         check_tensor(f"{subject} {name}", x)
     check_one_device(subject, {"q": q, "out": out, "lse": lse})
     check_eager_tensors(subject, {"out": out, "lse": lse})
-    if spec.reproducible:
+    if spec.options.reproducible:
         expected = "no partial= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Partial", "leave one of them out")
 
@@ -169,15 +170,15 @@ def spec_with_bias(inputs: StepInputs, bias: Tensor | None, spec: StepSpec) -> S
     """Return the spec with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return spec
-    check_distance_bias("decode", bias, inputs.q, spec.scaling, spec.kernel, inputs.selected)
+    check_distance_bias("decode", bias, inputs.q, spec.scaling, spec.options.kernel, inputs.selected)
     check_eager_tensors("decode", {"distance_bias": bias})
     subject, fix = "decode distance_bias", "leave one of them out"
     storage = inputs.caches[0].config.storage
     if storage is not None:
         raise KernelError(subject, "a cache of plain numbers", f"storage={storage!r}", fix)
-    if spec.reproducible:
+    if spec.options.reproducible:
         raise KernelError(subject, "reproducible=False", "True", fix)
-    return spec._replace(kernel="reference")
+    return spec._replace(options=spec.options._replace(kernel="reference"))
 
 
 def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
@@ -193,9 +194,9 @@ def _check_captured(cache: KVCache, spec: StepSpec, *, lengths_on_cpu: bool) -> 
     if lengths_on_cpu:
         expected, fix = "a tensor on the GPU in a CUDA graph", "pass key_lengths.cuda(), made before the capture"
         raise DeviceError("decode key_lengths", expected, "one on the CPU", fix)
-    if not reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype):
+    if not reads_length_on_device(cache.own_shard.view, spec.options.kernel, cache.config.dtype):
         expected = "one that reads the cache's length on the GPU, in a CUDA graph"
-        given = f"kernel={spec.kernel!r} on {cache.config.dtype}"
+        given = f"kernel={spec.options.kernel!r} on {cache.config.dtype}"
         fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
         raise KernelError("decode kernel", expected, given, fix)
 

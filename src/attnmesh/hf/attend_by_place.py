@@ -64,17 +64,17 @@ def attend_with_cache(
     """Attend with a `ShardedCache`, which stores new keys and values."""
     if layer_mask.row_masks:
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
+    new, layer = q.shape[2], pending.layer
     if layer_mask.sequence is not None:
         if not appends_keys:  # nobody reads the output: layers that cache no keys are the last ones
-            return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
+            return q.new_zeros(len(q), q.shape[1] // layer.sharded_cache.head_ranks, new, pending.v.shape[3])
         return _prefill(q, pending, weighting, layer_mask.sequence)
-    new, layer = q.shape[2], pending.layer
-    kv_cache = _append_step(pending, weighting.mask, layer_mask, new) if appends_keys else layer.step_cache
-    if kv_cache.config.storage is not None and pending.layer.is_first(pending) and layer_mask.token_mask is None:
+    step_cache = _append_step(pending, weighting.mask, layer_mask, new) if appends_keys else layer.step_cache
+    if step_cache.config.storage is not None and layer.is_first(pending) and layer_mask.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, layer_mask)
-        first_cache = pending.layer.cached
-        for axis in (first_cache.rank_mesh.heads, first_cache.token_axis) if pending.layer.cache.head_ranks > 1 else ():
+        kv_cache = layer.kv_cache
+        for axis in (kv_cache.rank_mesh.heads, kv_cache.token_axis) if layer.sharded_cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
     return _attend_cached(q, pending, weighting, None)
@@ -96,11 +96,11 @@ def _attend_cached(q: Tensor, pending: PendingKV, weighting: Weighting, sequence
     else:
         out = decode_shard(
             sequence.queries(q),
-            layer.cached,
+            layer.kv_cache,
             Visible(weighting.mask, selected=weighting.selected),
             weighting.scores,
             sinks=weighting.sinks,
-            kernel=layer.cache.settings.kernel,
+            kernel=layer.sharded_cache.settings.kernel,
             attend_other_keys=partial_of(layer.attend_other_keys, scale=weighting.scores.scale),
         )
     return out if latents is None else latents.projection.project(out)
@@ -123,8 +123,9 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, sequen
 
 def _prefill(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
-    settings = pending.layer.cache.settings
-    kv_cache = pending.layer.reserve(pending, sequence.length, weighting.mask)
+    layer = pending.layer
+    settings = layer.sharded_cache.settings
+    kv_cache = layer.reserve(pending, sequence.length, weighting.mask)
     if not sequence.has_prefix:
         scale, softcap, bias = weighting.scores
         options = AttentionOptions(
@@ -149,7 +150,7 @@ def _prefill(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: Shar
             selected=weighting.selected,
             distance_bias=bias,
         )
-        other_partial = pending.layer.attend_other_keys(q, scale)
+        other_partial = layer.attend_other_keys(q, scale)
         out = attend_prompt(arguments, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
     append_sequence(kv_cache, *pending.tensors_to_append, sequence)
     return _attend_cached(q, pending, weighting, sequence) if sequence.has_prefix else out

@@ -177,9 +177,9 @@ class ChunkedPrefill:
         ids, merged = prompt.ids, prompt.merged
         self.start = cache.get_seq_length()
         end = max(ids.shape[1] - left_to_decode(cache.config), 0)
-        self.again = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
+        self.recomputed_tokens = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
         """Number of last tokens that earlier tokens see: they are computed here, and again where decoding begins."""
-        self.end = end + self.again
+        self.end = end + self.recomputed_tokens
         self.token_mask = prompt.token_mask
         self.positions = self._positions()
         self.last_position = int(self.positions.max())
@@ -260,8 +260,8 @@ class ChunkedPrefill:
 
     def finish(self) -> None:
         """Drop the tokens that decoding computes again."""
-        if self.again:
-            self.cache.crop(-self.again)
+        if self.recomputed_tokens:
+            self.cache.crop(-self.recomputed_tokens)
 
 
 def run_model(

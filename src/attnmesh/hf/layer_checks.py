@@ -84,7 +84,7 @@ def _raise_agreed(
 ) -> NoReturn:
     """Raise the error on all ranks if they compare their calls at this point, and otherwise on this rank alone."""
     if pending is not None:
-        checked = pending.layer.cache.settings.checked
+        checked = pending.layer.sharded_cache.settings.checked
         is_compared = None if sequence is None else sequence.has_prefix or checked is not False
         tokens = query.shape[2] if sequence is None else sequence.length
         pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
@@ -214,9 +214,10 @@ def _check_cache(pending: PendingKV, layer_mask: RecognisedMask, tokens: int, ar
         if begins_anew:
             subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
             raise KernelError(subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
-    window = pending.layer.cache.stock_window
+    sharded_cache = pending.layer.sharded_cache
+    window = sharded_cache.stock_window
     if window and layer_mask.mask == Causal():
-        given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
+        given = f"a causal mask in {sharded_cache.config.model_type}, whose stock cache keeps {window} tokens"
         fix = "set model.config.sliding_window = None"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
 

@@ -52,7 +52,7 @@ def attend_band(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    band: VisibleKeys | None,
+    visible_keys: VisibleKeys | None,
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Partial:
@@ -60,9 +60,10 @@ def attend_band(
 
     Without a band every row sees every key; `counts` is then None. For selected keys the kernel is not called.
     """
-    if isinstance(band, SelectedKeys):
+    if isinstance(visible_keys, SelectedKeys):
         with without_autocast(q):
-            return attend_selected(q, k, v, band, scaling)
+            return attend_selected(q, k, v, visible_keys, scaling)
+    band = visible_keys
     if counts:
         assert band is not None
         parts = [
@@ -86,14 +87,15 @@ def backward_band(
     k: Tensor,
     v: Tensor,
     inputs: BackwardInputs,
-    band: VisibleKeys,
+    visible_keys: VisibleKeys,
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Gradients:
     """Return gradients over the band, in the inputs' dtype or wider."""
-    if isinstance(band, SelectedKeys):
+    if isinstance(visible_keys, SelectedKeys):
         with without_autocast(q):
-            return backward_selected(q, k, v, _without_unseeing_rows(inputs), band, scaling)
+            return backward_selected(q, k, v, _without_unseeing_rows(inputs), visible_keys, scaling)
+    band = visible_keys
     if counts:
         parts = [
             backward_band(kernel, q[some], k[some], v[some], inputs.select_sequences(some), band.first(count), scaling)

@@ -63,11 +63,11 @@ def _attend_visible(
     if all(x is None for x in visible_tensors):
         return PreparedLocal.of(q, k, v, mask_and_block[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(visible_tensors, mask_and_block)
-    band, counts, q_order, k_order = _band(q, k, visible)
+    visible_keys, counts, q_order, k_order = _visible_keys(q, k, visible)
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    out, lse = with_sinks(attend_band(chosen, *qkv, band, scaling, counts), sinks)
+    out, lse = with_sinks(attend_band(chosen, *qkv, visible_keys, scaling, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
 
 
@@ -83,12 +83,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
     visible = Visible.of(visible_tensors, mask_and_block)
-    band, counts, q_order, k_order = _band(q, k, visible)
+    visible_keys, counts, q_order, k_order = _visible_keys(q, k, visible)
     inputs = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
-    gradients = backward_band(chosen, *qkv, inputs, band, scaling, counts)
+    gradients = backward_band(chosen, *qkv, inputs, visible_keys, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
@@ -206,7 +206,9 @@ def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: T
     return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
-def _band(q: Tensor, k: Tensor, visible: Visible) -> tuple[VisibleKeys, list[int] | None, Tensor | None, Tensor | None]:
+def _visible_keys(
+    q: Tensor, k: Tensor, visible: Visible
+) -> tuple[VisibleKeys, list[int] | None, Tensor | None, Tensor | None]:
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys.
 
     Selected keys come instead of the band. They need no order of the queries.

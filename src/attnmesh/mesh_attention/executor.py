@@ -122,8 +122,8 @@ def _forward_heads(gathered: GroupUnderWay, task: Task) -> Partial:
 def _attend_step(task: Task, step: TaskStep, q: Tensor, kv: Tensors) -> Partial:
     """Return the partial over keys and values, or over latents."""
     if task.projection is not None:
-        return task.projection.attend(step.kernel, q, kv[0], step.band, task.spec.scaling, step.counts)
-    return attend_band(step.kernel, q, kv[0], kv[1], step.band, task.spec.scaling, step.counts)
+        return task.projection.attend(step.kernel, q, kv[0], step.visible_keys, task.spec.scaling, step.counts)
+    return attend_band(step.kernel, q, kv[0], kv[1], step.visible_keys, task.spec.scaling, step.counts)
 
 
 def _return_results(
@@ -187,7 +187,7 @@ def _backward_heads(gathered: GroupUnderWay, task: Task, pending: "PendingReturn
     attend_backward = profiled_as(ATTENTION_RANGE, backward_band) if is_profiled() else backward_band
     for step in task.steps_of(gathered.group):
         keys, values = next(gathered.kv_by_step)
-        part = attend_backward(step.kernel, q, keys, values, inputs, step.band, task.spec.scaling, step.counts)
+        part = attend_backward(step.kernel, q, keys, values, inputs, step.visible_keys, task.spec.scaling, step.counts)
         del keys, values  # otherwise they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         kv_gradients = part.k.to(dq.dtype), part.v.to(dq.dtype)

@@ -66,16 +66,16 @@ class Projection:
         kernel: Kernel,
         q: Tensor,
         latents: Tensor,
-        band: VisibleKeys,
+        visible_keys: VisibleKeys,
         scaling: Scaling,
         counts: KeyCounts = None,
     ) -> Partial:
         """Return attention over latents. Those of a band are expanded for a few heads at a time, selected ones not."""
-        if isinstance(band, SelectedKeys):
-            return self._attend_selected(kernel, q, latents, band, scaling)
+        if isinstance(visible_keys, SelectedKeys):
+            return self._attend_selected(kernel, q, latents, visible_keys, scaling)
         parts = []
         for heads in self._groups(q, latents):
-            parts.append(attend_band(kernel, q[:, heads], *self.expand(latents, heads), band, scaling, counts))
+            parts.append(attend_band(kernel, q[:, heads], *self.expand(latents, heads), visible_keys, scaling, counts))
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
     def _attend_selected(

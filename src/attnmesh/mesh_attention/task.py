@@ -36,7 +36,7 @@ class TaskStep(NamedTuple):
     gather: GatherStep
     onward: GatherStep | None
     """The step with which dk and dv of these keys are sent on, of `Schedule.gradient_steps`."""
-    band: VisibleKeys
+    visible_keys: VisibleKeys
     kernel: Kernel
     counts: KeyCounts = None
     """Real keys of each sequence."""
@@ -58,10 +58,10 @@ class Task:
 
     def steps_of(self, group: HeadGroup) -> Sequence[TaskStep]:
         """Return the steps of a group of heads. Selected keys are those that its heads select."""
-        if not self.spec.index_block:
+        if not self.spec.index_block:  # a band is that of all heads
             return self.steps
         heads = group[self.spec.mesh.heads.index].kv_heads
-        return [step._replace(band=step.band.select_heads(heads)) for step in self.steps]
+        return [step._replace(visible_keys=step.visible_keys.select_heads(heads)) for step in self.steps]
 
     def heads_of(self, group: HeadGroup, own_heads: HeadTensors) -> HeadTensors:
         """Return a group's heads, as views. `own_heads` are this rank's heads of all groups."""
@@ -90,8 +90,8 @@ class Task:
             selection = selection.of_queries(index_on(queries.keep, indices.device))
         steps = []
         for step in self.steps:
-            keys = SelectedKeys.of(selection, mask, queries.positions, step.gather.positions, key_lengths)
-            steps.append(step._replace(band=keys))
+            selected_keys = SelectedKeys.of(selection, mask, queries.positions, step.gather.positions, key_lengths)
+            steps.append(step._replace(visible_keys=selected_keys))
         return replace(self, steps=steps)
 
 

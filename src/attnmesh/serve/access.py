@@ -1,4 +1,4 @@
-"""The door that each request passes first: the host it names, and the key."""
+"""Access to the server: each request is checked first, for the host that it names and its key."""
 
 import hashlib
 import hmac
@@ -27,7 +27,7 @@ LOCAL_HOST = re.compile(f"({'|'.join(map(re.escape, LOCAL))})(:[0-9]*)?")
 
 @dataclass(frozen=True)
 class Limits:
-    """Rules of the door: hosts, keys and sizes."""
+    """Rules of access: hosts, keys and sizes."""
 
     api_keys: tuple[str, ...] = ()
     """Keys that requests have to show one of; none if all may ask."""
@@ -36,7 +36,7 @@ class Limits:
     max_body: int = 32 << 20
 
 
-class Door:
+class AccessMiddleware:
     """Lets requests in, and counts the responses."""
 
     def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:

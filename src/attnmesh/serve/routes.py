@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from attnmesh.serve.access import Door, Limits
+from attnmesh.serve.access import AccessMiddleware, Limits
 from attnmesh.serve.answer_parts import find_formats
 from attnmesh.serve.body import Bodies
 from attnmesh.serve.chat import (
@@ -103,7 +103,7 @@ class App:
             Exception: self.refuse_unforeseen,
         }
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
-        return Door(app, self.limits, self.supervisor.metrics)
+        return AccessMiddleware(app, self.limits, self.supervisor.metrics)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -213,7 +213,7 @@ class App:
         async with self._bodies.read(http, longest, read_with_defaults) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
-            with self.supervisor.room(fields.get("n", 1)):
+            with self.supervisor.admit(fields.get("n", 1)):
                 is_long = nbytes > LONG_BODY_BYTES or has_images(fields)
                 work = self._encoders.run(convert, fields, is_long, longest)
                 return fields, await while_there(http.receive, work)
@@ -242,7 +242,7 @@ class App:
         either = content_format(fields) is not None
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
         objects = CompletionObjects(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
-        with self.supervisor.room(fields["n"]):
+        with self.supervisor.admit(fields["n"]):
             fields["grammar"] = await while_there(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields, prompt, new, objects, make)
 

@@ -64,8 +64,8 @@ class RankWorld(Protocol):
     def run(self, address: str) -> None:
         """Start ranks, of which rank 0 connects to the address; return when they are done, or raise when one fails."""
 
-    def kill(self, *, again: bool = False) -> None:
-        """End the ranks at once. With `again` others will be started."""
+    def kill(self, *, will_restart: bool = False) -> None:
+        """End the ranks at once. With `will_restart` others will be started."""
 
 
 Event = RequestAccepted | SentToken | AnswerEnded | Refused
@@ -95,6 +95,11 @@ class OpenRequest:
     def is_proven(self) -> bool:
         """True if the request has got `PROOF_TOKENS` tokens in this world."""
         return self.tokens_in_world is not None and self.tokens_in_world >= PROOF_TOKENS
+
+    @property
+    def submit_order(self) -> int:
+        """The place among requests for a world: the fewest losses first, but requests without a loss last."""
+        return self.replays or MAX_REPLAYS + 1
 
 
 class Supervisor:
@@ -148,7 +153,7 @@ class Supervisor:
         self, prompt: EncodedPrompt, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
-        self._check_room(len(choices))
+        self._check_admission(len(choices))
         if prompt.nbytes > IMAGE_BYTES:
             raise Refused(413, f"images: expected at most {IMAGE_BYTES} bytes as the model reads them. Send fewer.")
         if (
@@ -179,7 +184,7 @@ class Supervisor:
         if self.status != ServerState.READY:
             raise Refused(503, f"The server is {self.status}. Ask again.")
 
-    def _check_room(self, choices: int) -> None:
+    def _check_admission(self, choices: int) -> None:
         """Raise unless `choices` more requests can be taken."""
         self.check_ready()
         if choices > self.max_requests:
@@ -189,9 +194,9 @@ class Supervisor:
             raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
 
     @contextmanager
-    def room(self, choices: int) -> Iterator[None]:
+    def admit(self, choices: int) -> Iterator[None]:
         """Count requests as waiting while their prompt is encoded."""
-        self._check_room(choices)
+        self._check_admission(choices)
         self.encoding_count += choices
         try:
             yield
@@ -214,17 +219,18 @@ class Supervisor:
         if self._last_step_at is None:
             return
         left = [request for request in self.open.values() if request.tokens_in_world is None]
-        for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
+        for request in sorted(left, key=lambda request: request.submit_order):
             unproven = [request for request in self.open.values() if not request.is_proven]
             careful = any(request.replays >= MAX_REPLAYS for request in unproven)
             if careful and any(request.tokens_in_world is not None for request in unproven):
                 return
             request.tokens_in_world = 0
-            again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
+            may_be_accepted = request.accepted or request.replays  # a loss may hide the acceptance
+            sent_before = request.sent if may_be_accepted else None
             if request.prompt_number not in self._sent_prompts:
                 self._sent_prompts.add(request.prompt_number)
                 self._send(NewPrompt(request.prompt_number, request.prompt.ids, request.prompt.images or {}))
-            self._send(SubmitRequest(request.number, request.prompt_number, request.options, again))
+            self._send(SubmitRequest(request.number, request.prompt_number, request.options, sent_before))
 
     def _forget(self, request: OpenRequest) -> None:
         """Let the ranks forget a prompt that no open request has."""
@@ -303,7 +309,7 @@ class Supervisor:
                 loop.time() - self._last_message_at > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
             ):
                 self._is_late = False
-                self.world.kill(again=True)
+                self.world.kill(will_restart=True)
 
     async def _run_world(self) -> BaseException:
         """Run a world in a thread and return the error that ended it."""

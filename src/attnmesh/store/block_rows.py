@@ -105,7 +105,7 @@ class CacheFiller:
             raise StoreError("load", "a state of each layer", f"{len(starts)}", DAMAGED_FIX)
         self.window_starts = [WindowStart(int(token), int(query)) for token, query in starts]
         for kv_cache, start in zip(self.kv_caches, self.window_starts, strict=True):
-            kv_cache.local_shards.prepare(block.stop, start)
+            kv_cache.local_shards.make_room_to_load(block.stop, start)
 
     def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Write this rank's rows of a block. Raise unless the files have each row once, with its dtype and shape."""

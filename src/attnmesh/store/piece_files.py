@@ -125,7 +125,7 @@ def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[Piece
 def fill_shards(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
     for layer, (shards, start) in enumerate(zip(layers, manifest.window_starts, strict=True)):
-        shards.prepare(manifest.length_of(layer), start)
+        shards.make_room_to_load(manifest.length_of(layer), start)
     if manifest.growing:
         for layer, shards in enumerate(layers):
             _fill_group({layer: shards.own.join_pieces()}, path, manifest, [*growing_pieces(path, manifest, layer)])

@@ -93,7 +93,7 @@ def recover(
     configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
     new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
-        cache.local_shards.prepare(length, start._replace(oldest_query=min(start.oldest_query, length)))
+        cache.local_shards.make_room_to_load(length, start._replace(oldest_query=min(start.oldest_query, length)))
     moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.oldest_kept_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
@@ -211,17 +211,17 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         return None
     first = caches[0]
     heads_axis = caches[0].rank_mesh.heads
-    common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
-    shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
+    common = set.intersection(*({shard.index for shard in cache.local_shards.shards} for cache in caches))
+    shards = [shard for cache in caches for shard in cache.local_shards.shards if shard.index in common]
     return {
         "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
         "capacity": max(cache.config.capacity for cache in caches),
         "mesh": [heads_axis.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
-        "changes": [cache.changes for cache in caches],
+        "rewrites": [cache.rewrites for cache in caches],
         "padding": _first_padding(first),
         "starts": [cache.local_shards.window_start for cache in caches],
-        "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.all if shard.index in common],
+        "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.shards if shard.index in common],
     }
 
 
@@ -267,8 +267,8 @@ def _check_alike(
         for token_rank in range(token_ranks)
         if (head_rank, token_rank) not in held_shards
     ]
-    same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
-    counts = [description["changes"] for description in descriptions]
+    same_caches, same_rewrites = "the same caches on every rank", "caches truncated and reordered equally often"
+    counts = [description["rewrites"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}
     for fits, expected, given, fix in (
         (
@@ -278,7 +278,7 @@ def _check_alike(
             one_model,
         ),
         (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differs", one_model),
-        (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
+        (all(count == counts[0] for count in counts), same_rewrites, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (
             all(start.oldest_kept_token == 0 or start.oldest_query <= length for start in starts),
@@ -308,4 +308,4 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
 
 def _shard(cache: KVCache, old: OldShard) -> CacheShard:
     """Return an old shard that this rank holds, its own or a copy."""
-    return next(shard for shard in cache.local_shards.all if shard.index == old[1])
+    return next(shard for shard in cache.local_shards.shards if shard.index == old[1])

@@ -133,7 +133,7 @@ def count_entries() -> list[Layer]:
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     return [
         Layer(
-            layer.cached.config.mask,
+            layer.kv_cache.config.mask,
             [Entries(kv_cache.length, kv_cache.used) for kv_cache in layer.other_kv_caches.values()],
         )
         for layer in layers

@@ -22,7 +22,7 @@ STEP = 7
 def content(cache: hf.ShardedCache) -> list[Tensor]:
     assert cache.tokens is not None
     keys = [x[:, :, : kv_cache.used] for kv_cache in cache.kv_caches for x in (kv_cache.keys, kv_cache.values)]
-    digests = torch.tensor([[kv_cache.history.digest, kv_cache.changes] for kv_cache in cache.kv_caches])
+    digests = torch.tensor([[kv_cache.history.digest, kv_cache.rewrites] for kv_cache in cache.kv_caches])
     return [x.clone() for x in (*keys, *cache.states.values(), cache.tokens, digests)]
 
 
@@ -66,7 +66,7 @@ def test_layers_of_which_one_finds_no_memory_are_not_used(tmp_path: Path, monkey
         patch.setattr(memory_shard, "_select", until_memory_ends)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reorder_cache(torch.tensor([1, 0]))
-    assert cache.kv_caches[0].changes > cache.kv_caches[-1].changes
+    assert cache.kv_caches[0].rewrites > cache.kv_caches[-1].rewrites
     with pytest.raises(errors.KernelError, match="sequences in one order in all layers"):
         model(ids[:, -1:], past_key_values=cache)
     with pytest.raises(errors.KernelError, match="sequences in one order in all layers"):

@@ -1,5 +1,6 @@
 """Triton's programs against float64: in its interpreter wherever Triton is installed, compiled where there is a GPU."""
 
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import attnmesh as am
 from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import StepInputs, StepSpec
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_op import run_in_graph
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
@@ -130,7 +131,8 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
     held, where = cache.own_shard.view, (Axis(), Axis(), 16, 150, 8)
-    spec = StepSpec(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
+    step_options = StepOptions(mask, 8**-0.5, math.inf, "auto", "replicated", reproducible, "triton")
+    spec = StepSpec(*where, step_options)
     with NoHostReads():
         given = run_in_graph(new_prepared_step(q, held, spec, ()), StepInputs(q, (), sinks), held)
     assert torch.equal(given, expected)

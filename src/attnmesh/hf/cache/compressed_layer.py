@@ -60,8 +60,8 @@ class CompressedLayer(TailLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys with their layer, for the attention function to store."""
-        self.cache.history.check_order("ShardedCache")
-        check_implementation("ShardedCache", self.cache.config)
+        self.sharded_cache.history.check_order("ShardedCache")
+        check_implementation("ShardedCache", self.sharded_cache.config)
         self.query_positions = self.selected = None
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
@@ -146,7 +146,7 @@ class CompressedLayer(TailLayer):
             return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
         seen = self._seen()
         positions = numbers + 1  # from 1 on: a query that sees n entries is at n
-        kernel = self.cache.settings.kernel
+        kernel = self.sharded_cache.settings.kernel
         return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=positions, scale=scale, kernel=kernel)
 
     def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:

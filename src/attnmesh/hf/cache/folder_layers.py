@@ -162,7 +162,7 @@ def recover_cache(
     # A prefill that is interrupted in its first chunk leaves layers without a cache.
     is_complete = len(kv_caches) == new.num_kv_caches
     new.set_kv_caches(recover(kv_caches if is_complete else None, new.mesh, device=device, **new.kv_cache_options))
-    new.history = CacheHistory.of(gathered_ids(tokens, new.attention_layers[0].cached), config)
+    new.history = CacheHistory.of(gathered_ids(tokens, new.attention_layers[0].kv_cache), config)
 
 
 def _check_recoverable(old: Any, new: StoredLayers, subject: str) -> None:

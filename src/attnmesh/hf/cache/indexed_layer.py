@@ -49,7 +49,7 @@ class IndexedLayer(ShardedLayer):
         layer_mask = scores.recognised
         sequence: ShardedSequence | None = layer_mask.sequence
         tokens = new.shape[2] if sequence is None else sequence.length
-        storage = self.cache.settings.storage if self.index_is_quantized else None
+        storage = self.sharded_cache.settings.storage if self.index_is_quantized else None
         index = self.reserve_other("index", new, tokens, storage=storage)
         if sequence is None:
             index.append(new, token_mask=None if layer_mask.token_mask is None else layer_mask.token_mask[:, -tokens:])

@@ -68,11 +68,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayersCache) -> None:
+    def __init__(self, sharded_cache: LayersCache) -> None:
         super().__init__()
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
-        self.cache = cache
-        self.kv_cache: KVCache | None = None
+        self.sharded_cache = sharded_cache
+        self._kv_cache: KVCache | None = None
         self.other_kv_caches: dict[str, KVCache] = {}
         """Other caches of the layer that have been made, with keys of one head."""
         self.projection: Projection | None = None
@@ -81,16 +81,16 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
-        return f"{type(self).__name__}({'empty' if self.kv_cache is None else self.kv_cache})"
+        return f"{type(self).__name__}({'empty' if self._kv_cache is None else self._kv_cache})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: `reserve` allocates, with the number of tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
-        self.cache.history.check_order("ShardedCache")
+        self.sharded_cache.history.check_order("ShardedCache")
         if not self.is_made:  # once, as configurations are slow to read; another attention raises at what it gets
-            check_implementation("ShardedCache", self.cache.config)
+            check_implementation("ShardedCache", self.sharded_cache.config)
         if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
             return latent_states(key_states, value_states, self)
         pending = PendingKV(key_states, value_states, self)
@@ -109,9 +109,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for `tokens` more, counted over all ranks. `mask` is the layer's."""
         k, v = pending.tensors_to_append
-        kv_cache = _cache_to_extend(self.kv_cache, k.shape[0])
+        sharded_cache = self.sharded_cache
+        kv_cache = _cache_to_extend(self._kv_cache, k.shape[0])
         if kv_cache is None:
-            settings = self.cache.settings
+            settings = sharded_cache.settings
             window_keys = mask.max_causal_keys_of(FAR)
             storage = settings.storage if window_keys > SHORT_WINDOW else settings.window_storage
             options: dict[str, Any] = {"storage": storage}
@@ -125,9 +126,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 options |= {"mask": Window(window_keys - 1), "keep": settings.keep}
             else:
                 options["hot"] = settings.hot
-            kv_cache = self.kv_cache = self._new_cache(k, tokens, **options)
+            kv_cache = self._kv_cache = self._new_cache(k, tokens, **options)
             self.is_initialized = True
-        elif self.cache.mesh is None and kv_cache.config.hot is not None and kv_cache.device.type != k.device.type:
+        elif sharded_cache.mesh is None and kv_cache.config.hot is not None and kv_cache.device.type != k.device.type:
             kv_cache.move_hot(k.device)  # a folder was opened before the model's device was known
         return self._grow_if_full(kv_cache, tokens)
 
@@ -148,15 +149,15 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
         """Return an empty cache with space for `keys` keys of the shape of `new`. Each stands for `per` tokens."""
-        settings = self.cache.settings
+        settings = self.sharded_cache.settings
         limit = settings.capacity
         options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
         options |= {"dtype": new.dtype, "device": new.device, "block": settings.block}
         options |= {"checked": settings.checked, "copies": settings.copies, "shares": settings.shares}
-        if (folder := self.cache.folder) is not None:
-            options["folder"] = FolderLayer(folder, self.cache.attention_layers.index(self))
-        return KVCache(self.cache.mesh, **options)
+        if (folder := self.sharded_cache.folder) is not None:
+            options["folder"] = FolderLayer(folder, self.sharded_cache.attention_layers.index(self))
+        return KVCache(self.sharded_cache.mesh, **options)
 
     def _grow_if_full(self, kv_cache: KVCache, keys: int) -> KVCache:
         """Return the cache, grown if it has no space for `keys` more and no fixed capacity."""
@@ -167,12 +168,18 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def is_made(self) -> bool:
         """True if the layer has a place for keys."""
-        return self.kv_cache is not None
+        return self._kv_cache is not None
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The layer's cache, which has been made."""
+        assert self._kv_cache is not None
+        return self._kv_cache
 
     @property
     def kv_caches(self) -> list[KVCache]:
         """The caches of the layer that have been made."""
-        return [kv_cache for kv_cache in (self.kv_cache, *self.other_kv_caches.values()) if kv_cache is not None]
+        return [kv_cache for kv_cache in (self._kv_cache, *self.other_kv_caches.values()) if kv_cache is not None]
 
     @property
     def token_counts(self) -> list[int]:
@@ -187,37 +194,31 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def set_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
-        self.kv_cache, *other_kv_caches = kv_caches
+        self._kv_cache, *other_kv_caches = kv_caches
         self.is_initialized = True
         self.other_kv_caches = dict(zip(self.other_formats, other_kv_caches, strict=True))
 
     def map_kv_caches(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""
-        self.kv_cache = None if self.kv_cache is None else function(self.kv_cache)
+        self._kv_cache = None if self._kv_cache is None else function(self._kv_cache)
         self.other_kv_caches = {name: function(kv_cache) for name, kv_cache in self.other_kv_caches.items()}
-
-    @property
-    def cached(self) -> KVCache:
-        """The layer's cache, which has tokens."""
-        assert self.kv_cache is not None
-        return self.kv_cache
 
     @property
     def step_cache(self) -> StepCache:
         """Cache or rows that `reserve_step` has returned."""
-        return self.cached
+        return self.kv_cache
 
     def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Return attention of the last tokens over all tokens of the layer, as the cache attends."""
-        return self.cache.attend(q, self.cached, **options)
+        return self.sharded_cache.attend(q, self.kv_cache, **options)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return whether the layer's cache has no tokens but these new ones."""
-        return not is_capturing(pending.k.device) and self.cached.length == pending.k.shape[2]
+        return not is_capturing(pending.k.device) and self.kv_cache.length == pending.k.shape[2]
 
     def must_grow(self, kv_cache: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for `tokens` more tokens, and no fixed capacity."""
-        return self.cache.settings.capacity is None and kv_cache.length + tokens > kv_cache.config.capacity
+        return self.sharded_cache.settings.capacity is None and kv_cache.length + tokens > kv_cache.config.capacity
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
@@ -231,10 +232,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             otherwise, is_compared=None                             this rank raises, as `CallGuard.raise_uncompared`
             otherwise, is_compared=False                            this rank raises
         """
-        kv_cache = _cache_to_extend(self.kv_cache, pending.k.shape[0])
-        is_checked = self.cache.settings.checked is not False
+        kv_cache = _cache_to_extend(self._kv_cache, pending.k.shape[0])
+        is_checked = self.sharded_cache.settings.checked is not False
         if kv_cache is None or is_compared or (is_checked and self.must_grow(kv_cache, tokens)):
-            Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
+            Agreement(RankMesh.of(self.sharded_cache.mesh), "append").raise_on_all(error)
         elif is_compared is None and kv_cache.guard.will_compare("append"):
             kv_cache.guard.agreement("append").raise_on_all(error)
         elif is_compared is None:
@@ -247,7 +248,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the number of cached tokens, over all ranks."""
-        return 0 if self.kv_cache is None else self.kv_cache.length
+        return 0 if self._kv_cache is None else self._kv_cache.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys after this query, and the position of the first key."""
@@ -255,11 +256,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the capacity; -1 if the cache grows."""
-        return int(self.cache.settings.capacity or -1)
+        return int(self.sharded_cache.settings.capacity or -1)
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.kv_cache, self.other_kv_caches, self.is_initialized, self.projection = None, {}, False, None
+        self._kv_cache, self.other_kv_caches, self.is_initialized, self.projection = None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Their number is given as a negative int, which the cache has checked."""
@@ -279,8 +280,8 @@ def _cache_to_extend(kv_cache: KVCache | None, batch: int) -> KVCache | None:
 class TailLayer(ShardedLayer):
     """A layer that also keeps tensors of the last tokens, whole on all ranks."""
 
-    def __init__(self, cache: LayersCache) -> None:
-        super().__init__(cache)
+    def __init__(self, sharded_cache: LayersCache) -> None:
+        super().__init__(sharded_cache)
         self.tensors: dict[str, Tensor] = {}
 
     def keeps(self, names: Sequence[str]) -> bool:

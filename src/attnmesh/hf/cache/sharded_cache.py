@@ -179,13 +179,13 @@ class ShardedCache(StoredLayers):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first tokens."""
-        sizes = [layer.kv_cache.config.batch for layer in self.attention_layers if layer.kv_cache is not None]
+        sizes = [layer.kv_cache.config.batch for layer in self.attention_layers if layer.is_made]
         return next(iter([*sizes, *map(len, self.states.values())]), -1)
 
     @property
     def held(self) -> int:
         """Tokens of each sequence that this rank holds, in the layer that holds most."""
-        return max((layer.kv_cache.used for layer in self.attention_layers if layer.kv_cache is not None), default=0)
+        return max((layer.kv_cache.used for layer in self.attention_layers if layer.is_made), default=0)
 
     @property
     def held_bytes(self) -> int:

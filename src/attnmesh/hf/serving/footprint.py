@@ -60,7 +60,7 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows with `tokens` more tokens, on the rank that holds most."""
     total = 0
     layers = cache.attention_layers
-    if layers and layers[0].kv_cache is not None and not any(layer.other_kv_caches for layer in layers):
+    if layers and layers[0].is_made and not any(layer.other_kv_caches for layer in layers):
         layers = layers if layers[0].must_grow(layers[0].kv_cache, tokens) else []  # layers grow together
     for layer in layers:
         for kv_cache, tokens_per_key in zip(layer.kv_caches, layer.tokens_per_key, strict=False):

@@ -66,7 +66,7 @@ class JoinedCaches:
 class RowsLayer(ShardedLayer):
     """One layer of a `RowsCache`."""
 
-    cache: "RowsCache"
+    sharded_cache: "RowsCache"
     is_made = True
 
     def __init__(self, cache: "RowsCache", rows: Sequence[ShardedLayer]) -> None:
@@ -75,11 +75,11 @@ class RowsLayer(ShardedLayer):
         self.is_initialized = True
         self.projection = rows[0].projection
         self.latent_widths = rows[0].latent_widths
-        self.joined_caches = JoinedCaches([row.cached for row in rows], cache.row_tokens)
+        self.joined_caches = JoinedCaches([row.kv_cache for row in rows], cache.row_tokens)
 
     def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepCache:
         """Make room in the cache of each row."""
-        for row, count in zip(self.rows, self.cache.row_tokens, strict=True):
+        for row, count in zip(self.rows, self.sharded_cache.row_tokens, strict=True):
             row.reserve(pending, count, mask)
         return self.joined_caches
 
@@ -94,7 +94,7 @@ class RowsLayer(ShardedLayer):
 
     def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache."""
-        return self.cache.attend_rows(q, self.joined_caches, **options)
+        return self.sharded_cache.attend_rows(q, self.joined_caches, **options)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return False: all rows have tokens, as one without is computed alone."""
