@@ -28,6 +28,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import save_layers
 from attnmesh.store.manifest import MANIFEST
 from tests.support.models import families
+from tests.support.models.recurrent import model_of
 from tests.support.process.command import run_main
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.training.trainers import tokenizer
@@ -79,6 +80,24 @@ def test_continued_tokens_are_those_of_an_uninterrupted_run(
         assert tokens == whole
     (again,) = pool.run(1, generate_with_checkpoints, tmp_path, (1, 1, 1), 5, sample)
     assert again == whole[:5], "the checkpoint has more tokens than the call"
+
+
+@on_each_rank
+def continue_with_states(folder: Path) -> list[list[int]]:
+    """Return the new tokens of a model with convolutions, and those of a call that goes on after a checkpoint."""
+    model, ids, mesh = model_of("lfm2"), prompt(), named_mesh(Shape(1, 1, 3), AXES)
+    outputs = [
+        hf.generate(model, ids, mesh=mesh, max_new_tokens=new, do_sample=False, checkpoint=hf.Checkpoint(path, every=4))
+        for path, new in ((folder / "whole", 9), (folder / "parts", 4), (folder / "parts", 9))
+    ]
+    return [output[0, ids.shape[1] :].tolist() for output in outputs]
+
+
+def test_states_are_continued_on_any_ranks(pool: Pool, tmp_path: Path) -> None:
+    """A prompt leaves two tokens to the first step, and a checkpoint has all tokens but one."""
+    for whole, first, continued in pool.run(3, continue_with_states, tmp_path):
+        assert first == whole[:4]
+        assert continued == whole
 
 
 @on_each_rank

@@ -176,7 +176,7 @@ class ChunkedPrefill:
         self.model, self.prompt, self.cache = model, prompt, cache
         ids, merged = prompt.ids, prompt.merged
         self.start = cache.get_seq_length()
-        end = max(ids.shape[1] - left_to_decode(cache.config), 0)
+        end = max(ids.shape[1] - left_to_decode(cache.config), self.start)  # a checkpoint may have one token more
         self.recomputed_tokens = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
         """Number of last tokens that earlier tokens see: they are computed here, and again where decoding begins."""
         self.end = end + self.recomputed_tokens

@@ -210,8 +210,8 @@ def _check_cache(pending: PendingKV, layer_mask: RecognisedMask, tokens: int, ar
     """
     positions = arguments.get("position_ids")
     if arguments.get("use_cache") is False and pending.layer.get_seq_length() and isinstance(positions, Tensor):
-        begins_anew = positions.shape[-1] == tokens and int(positions.flatten()[0]) == 0
-        if begins_anew:
+        begins_at_0 = positions.shape[-1] == tokens and int(positions.flatten()[0]) == 0
+        if begins_at_0 and not _begins_in_padding(positions, layer_mask):
             subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
             raise KernelError(subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
     sharded_cache = pending.layer.sharded_cache
@@ -220,6 +220,14 @@ def _check_cache(pending: PendingKV, layer_mask: RecognisedMask, tokens: int, ar
         given = f"a causal mask in {sharded_cache.config.model_type}, whose stock cache keeps {window} tokens"
         fix = "set model.config.sliding_window = None"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
+
+
+def _begins_in_padding(positions: Tensor, layer_mask: RecognisedMask) -> bool:
+    """Return whether new tokens that follow the cached ones begin with padding of position 0 in the first sequence."""
+    if isinstance(positions, ShardPositions):  # those of `ChunkedPrefill`, which counts from the cached tokens
+        return True
+    token_mask = layer_mask.token_mask
+    return token_mask is not None and not bool(token_mask[0, layer_mask.q_offset :][:1].all())
 
 
 @cached_per_world(64)

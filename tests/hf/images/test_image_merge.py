@@ -52,6 +52,19 @@ def test_a_prompt_with_images_gives_stock_logits(kind: str, name: str, shape: Sh
         assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_chunk_may_begin_in_the_padding_of_the_first_sequence(kind: str) -> None:
+    """Positions of padding are 0, as those of a sequence that begins anew."""
+    batch, model = inputs(SECOND, (*SECOND, 33)), vision_model(kind, "attnmesh")
+    found = hf.generate(model, **batch, mesh=None, prefill_chunk_size=16, **OPTIONS)
+    assert max_error(found, stock(kind, batch)) < FLOAT64_MODEL
+    text = {"input_ids": prompt(40, batch=2) % 80 + 5, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    text["attention_mask"][0, :25] = 0
+    cache = hf.ShardedCache(model.config, None)
+    found = model.generate(**text, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+    assert max_error(found, stock(kind, text)) < FLOAT64_MODEL
+
+
 @on_each_rank
 def search_by_beams(kind: str) -> float:
     batch, shape = inputs(FIRST, (14, "large", 4)), Shape(1, 1, 3)
