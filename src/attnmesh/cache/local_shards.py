@@ -122,7 +122,7 @@ class LocalShards:
         length = self.counter.length if is_capturing(self.own.device) else self.length
         if length + new_count > capacity:
             given = f"{length} tokens and {new_count} more in a cache of {capacity}"
-            fix = f"call cache.reserve({length + new_count}) on every rank"
+            fix = f"call cache.reserve({length + new_count}) on every rank; a ShardedCache grows without capacity="
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forget_mask is None:  # the shards of a cache that forgets grow
             turns = self.own.block_cyclic.turns  # earlier pieces of a rank lie in some of its slots

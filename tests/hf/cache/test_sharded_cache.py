@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attnmesh.hf as hf
+from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.models import families
 from tests.support.models.families import CONFIGS, SHAPES, STOCK, prompt
@@ -102,6 +103,15 @@ def test_long_prompts_are_dealt_in_larger_blocks(
     made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
     expected = Dealt(made[0, length:].tolist(), block, in_turns=True)
     assert pool.run(shape.ranks, generate_after_long_prompt, shape, length, reproducible) == [expected] * shape.ranks
+
+
+def test_a_full_cache_says_how_it_would_grow() -> None:
+    """A `ShardedCache` has no `reserve`."""
+    model = families.small_llama()
+    with pytest.raises(ShapeError, match="a ShardedCache grows without capacity="):
+        hf.generate(model, prompt(30), cache=hf.ShardedCache(model.config, capacity=20), max_new_tokens=1)
+    cache = hf.ShardedCache(model.config)
+    assert hf.generate(model, prompt(30), cache=cache, max_new_tokens=1).shape == (1, 31)
 
 
 def test_a_cache_is_reused_only_for_the_same_tokens() -> None:
