@@ -1,5 +1,6 @@
 """The shards that one rank holds, its own and copies of others'."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -60,6 +61,30 @@ def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
     first, second = pool.run(2, reserve_twice)
     assert first == Reserved("UnforeseenError", lengths=[200, 200], tokens=200)
     assert second == Reserved("MemoryError", lengths=[200, 200], tokens=200)
+
+
+@on_each_rank
+def find_errors_without_memory(folder: str) -> list[str]:
+    """Return what a fork and a save raise where rank 1 finds no memory, and what they raise after that."""
+    cache = am.KVCache(mesh_of((1, 1, 2)), **SIZES, dtype=torch.float32, block=4)
+    cache.append(*new_tokens(100, 0))
+    errors = []
+    shard = cache.own_shard
+    for name, call in (("fork", cache.fork), ("join_pieces", lambda: cache.save(folder))):
+        if dist.get_rank() == 1:
+            setattr(shard, name, Mock(side_effect=MemoryError("none left")))
+        with pytest.raises((MemoryError, UnforeseenError)) as caught:
+            call()
+        errors.append(caught.typename)
+        vars(shard).pop(name, None)
+        call()
+    return errors
+
+
+def test_all_ranks_raise_where_one_has_no_memory_for_what_forks_share(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, find_errors_without_memory, str(tmp_path))
+    assert first == ["UnforeseenError"] * 2
+    assert second == ["MemoryError"] * 2
 
 
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])

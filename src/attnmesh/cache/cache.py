@@ -207,8 +207,8 @@ class KVCache(CacheProperties):
         """
         with self.guard.agreement("fork", lambda: {"tokens": self.length}):
             self.saved_pieces.check_written()
-        other = self._twin()
-        other.local_shards = self.local_shards.fork()
+            other = self._twin()
+            other.local_shards = self.local_shards.fork()
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:

@@ -96,7 +96,6 @@ def save_layers(
     for cache in caches:
         if cache.saved_pieces.last is not None and not cache.saved_pieces.last.concluded:
             _wait_for_last(cache.saved_pieces.last)  # two saves at once would write the same files
-    own_shards = [cache.local_shards.join_pieces() for cache in caches]
     mesh = caches[0].rank_mesh
     saved_pieces = caches[0].saved_pieces
     shards = [cache.local_shards for cache in caches]
@@ -105,6 +104,7 @@ def save_layers(
         saved_pieces = SavedPieces(caches)
     is_coordinator = mesh.shard_index == 0
     with Agreement(mesh, "save") as agreement:
+        own_shards = [cache.local_shards.join_pieces() for cache in caches]
         prepared = _prepare(path, shards, extra_tensors or {}, note, is_coordinator, lengths_differ)
         folder, manifest, tensors = prepared
         table = agreement.compare({"saving": manifest.save_number, "note": note}, payload=[randbits(62)])
