@@ -118,7 +118,7 @@ def fail_and_go_on() -> dict[str, bool]:
     axis = world_axis()
     device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
     assert _attends(device_mesh)
-    with mock.patch.object(executor, "attend_band", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(executor, "attend_visible", side_effect=MemoryError), pytest.raises(MemoryError):
         _attends(device_mesh, 2.0)
     partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
     merged = am.merge_across(partial, device_mesh.get_group("queries"), how="tree").out

@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.driver import attend_band, backward_band, visible_counts
+from attnmesh.kernels.driver import attend_visible, backward_visible, visible_counts
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from tests.support.truth.dense import dense
@@ -58,14 +58,14 @@ def band_of(mask: am.Mask, first_query: int = 20) -> Band:
 def test_rows_of_a_causal_square_are_means_of_the_values_that_they_see() -> None:
     x = torch.zeros(1, 1, 2, 1)
     values = torch.tensor([[[[1.0], [3.0]]]])
-    out, lse = attend_band(Noting(), x, x, values, Band.of(am.Causal(), torch.arange(2), 2), Scaling(1.0))
+    out, lse = attend_visible(Noting(), x, x, values, Band.of(am.Causal(), torch.arange(2), 2), Scaling(1.0))
     assert out.flatten().tolist() == [1.0, 2.0]
     torch.testing.assert_close(lse.exp().flatten(), torch.tensor([1.0, 2.0]))
 
 
 def test_a_causal_square_is_one_call_of_the_kernel() -> None:
     kernel, x = Noting(), torch.zeros(1, 1, KEYS, 1)
-    attend_band(kernel, x, x, x, Band.of(am.Causal(), torch.arange(KEYS), KEYS), Scaling(1.0))
+    attend_visible(kernel, x, x, x, Band.of(am.Causal(), torch.arange(KEYS), KEYS), Scaling(1.0))
     assert kernel.rectangles == [Rectangle(slice(0, KEYS), slice(0, KEYS), causal=True)]
 
 
@@ -85,8 +85,8 @@ def test_results_and_gradients_are_those_of_dense_attention(
     dout = torch.randn_like(expected_out)
     expected = torch.autograd.grad(expected_out, (q, k, v), dout)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse = attend_band(Noting(), q, k, v, band, Scaling(scale), counts)
-        gradients = backward_band(Noting(), q, k, v, BackwardInputs(out, lse, dout), band, Scaling(scale), counts)
+        out, lse = attend_visible(Noting(), q, k, v, band, Scaling(scale), counts)
+        gradients = backward_visible(Noting(), q, k, v, BackwardInputs(out, lse, dout), band, Scaling(scale), counts)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=FLOAT64)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=FLOAT64)
     for gradient, right in zip(gradients, expected, strict=True):
@@ -96,7 +96,7 @@ def test_results_and_gradients_are_those_of_dense_attention(
 def test_without_a_band_each_row_sees_each_key() -> None:
     q, k, v = (x.detach() for x in tensors())
     kernel = Noting()
-    found = attend_band(kernel, q, k, v, None, Scaling(0.3))
+    found = attend_visible(kernel, q, k, v, None, Scaling(0.3))
     everything = torch.ones(QUERIES, KEYS, dtype=torch.bool)
     torch.testing.assert_close(found.out, dense(q, k, v, everything, 0.3)[0], rtol=0, atol=FLOAT64)
     assert kernel.rectangles == [Rectangle(slice(0, QUERIES), slice(0, KEYS))]
@@ -107,7 +107,7 @@ def test_a_band_is_cut_once_as_long_as_it_lives() -> None:
     first, second, other = Noting(), Noting(), Noting()
     band = band_of(am.Window(9))
     for kernel, cut in ((first, band), (second, band), (other, band_of(am.Window(9)))):
-        attend_band(kernel, q, k, v, cut, Scaling(0.3))
+        attend_visible(kernel, q, k, v, cut, Scaling(0.3))
     one, again, anew = ([id(x) for x in kernel.rectangles] for kernel in (first, second, other))
     assert one == again
     assert one != anew
@@ -116,7 +116,7 @@ def test_a_band_is_cut_once_as_long_as_it_lives() -> None:
 def test_an_empty_batch_calls_no_kernel() -> None:
     kernel = Noting()
     for band in (None, band_of(am.Causal())):
-        out, lse = attend_band(kernel, *tensors(batch=0), band, Scaling(0.3))
+        out, lse = attend_visible(kernel, *tensors(batch=0), band, Scaling(0.3))
         assert (out.shape, lse.shape) == ((0, 4, QUERIES, 5), (0, 4, QUERIES))
     assert not kernel.rectangles
 

@@ -16,7 +16,7 @@ from attnmesh.serve.rank_messages import (
     ToFront,
     ToRank,
 )
-from attnmesh.serve.rank_requests import GRAMMARS, RankRequests
+from attnmesh.serve.rank_requests import MAX_GRAMMARS_AT_ONCE, RankRequests
 
 pytestmark = pytest.mark.quick
 
@@ -96,7 +96,7 @@ def link(engine: SlowGrammars) -> Iterator[Link]:
 
 
 def test_requests_do_not_wait_for_the_grammars_of_others(engine: SlowGrammars, link: Link) -> None:
-    for number in range(GRAMMARS):
+    for number in range(MAX_GRAMMARS_AT_ONCE):
         link.coming.put(SubmitRequest(number, 1, GRAMMAR, None))
         assert engine.began.acquire(timeout=SECONDS)
     link.coming.put(SubmitRequest(7, 1, {}, None))
@@ -104,24 +104,24 @@ def test_requests_do_not_wait_for_the_grammars_of_others(engine: SlowGrammars, l
     link.coming.put(CancelRequest(7))
     assert engine.requests[0].ended.wait(SECONDS)
     engine.free.set()
-    accepted = [link.sent.get(timeout=SECONDS) for _ in range(GRAMMARS + 2)]
-    assert {RequestAccepted(number) for number in range(GRAMMARS)} <= {*accepted}
-    for number in range(GRAMMARS):
+    accepted = [link.sent.get(timeout=SECONDS) for _ in range(MAX_GRAMMARS_AT_ONCE + 2)]
+    assert {RequestAccepted(number) for number in range(MAX_GRAMMARS_AT_ONCE)} <= {*accepted}
+    for number in range(MAX_GRAMMARS_AT_ONCE):
         link.coming.put(CancelRequest(number))
 
 
 def test_a_request_that_is_cancelled_while_its_grammar_is_made_ends(engine: SlowGrammars, link: Link) -> None:
-    for number in range(GRAMMARS + 1):  # the last one's is not begun
+    for number in range(MAX_GRAMMARS_AT_ONCE + 1):  # the last one's is not begun
         link.coming.put(SubmitRequest(number, 1, GRAMMAR, None))
-    for _ in range(GRAMMARS):
+    for _ in range(MAX_GRAMMARS_AT_ONCE):
         assert engine.began.acquire(timeout=SECONDS)
-    for number in range(GRAMMARS + 1):
+    for number in range(MAX_GRAMMARS_AT_ONCE + 1):
         link.coming.put(CancelRequest(number))
     link.coming.put(SubmitRequest(7, 1, {}, None))
     assert link.sent.get(timeout=SECONDS) == RequestAccepted(7)  # so the cancels are read
     engine.free.set()
-    accepted = {link.sent.get(timeout=SECONDS) for _ in range(3 * GRAMMARS)}
-    assert {message.number for message in accepted} == {*range(GRAMMARS)}
+    accepted = {link.sent.get(timeout=SECONDS) for _ in range(3 * MAX_GRAMMARS_AT_ONCE)}
+    assert {message.number for message in accepted} == {*range(MAX_GRAMMARS_AT_ONCE)}
     link.coming.put(CancelRequest(7))
     assert all(request.ended.wait(SECONDS) for request in engine.requests)
-    assert len(engine.requests) == GRAMMARS + 1
+    assert len(engine.requests) == MAX_GRAMMARS_AT_ONCE + 1

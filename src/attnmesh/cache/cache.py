@@ -332,7 +332,7 @@ class KVCache(CacheProperties):
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
         with self.guard.agreement("truncate", always=always) as agreement:
-            self.local_shards.check_length(length, before)
+            self.local_shards.check_truncation(length, before)
             numbers = (self.token_axis.index, self.own_shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
         self.saved_pieces.forget(self.own_shard.count_before(length))

@@ -135,7 +135,7 @@ class LocalShards:
         if self.forked:
             self.own.raise_in_pieces(subject, "a forked cache")
 
-    def check_length(self, length: int, before: int) -> None:
+    def check_truncation(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
             given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"

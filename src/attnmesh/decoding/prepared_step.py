@@ -258,8 +258,8 @@ def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | N
     The memory is in a message if other ranks merge with this one. A rank alone takes the partial without a message, or
     nothing for a reproducible step, which merges blocks into new memory.
     """
-    heads = spec.heads_axis.slice_of(q.shape[1])
-    shape = q.shape[0], heads.stop - heads.start, q.shape[2], spec.value_dim
+    own_heads = spec.heads_axis.slice_of(q.shape[1])
+    shape = q.shape[0], own_heads.stop - own_heads.start, q.shape[2], spec.value_dim
     dtype = sum_dtype(q.dtype)
     if spec.token_axis.size > 1:
         return partial_of(blank_message, shape, dtype, q.device)

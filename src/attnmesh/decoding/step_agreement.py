@@ -61,8 +61,8 @@ def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int]) -> Tensor:
     `like` has the dtype and device of the step's queries, and `shape` is their shape, so that messages have the sizes
     that the other ranks expect.
     """
-    heads = spec.heads_axis.slice_of(shape[1])
-    q = like.new_empty(1).expand(shape)[:, heads]
+    own_heads = spec.heads_axis.slice_of(shape[1])
+    q = like.new_empty(1).expand(shape)[:, own_heads]
     nothing = identity(q, spec.value_dim, sum_dtype(q.dtype))
     partial, checksum = spec.rank_merge.run(nothing, question_like(nothing.lse))
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, spec, shape[1])[1]

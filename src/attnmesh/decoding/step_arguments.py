@@ -24,6 +24,9 @@ from attnmesh.kernels.tiered_attention import attention_to_cache
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
+LENGTH_WEIGHT = GOLDEN_GAMMA
+"""Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
+
 
 class StepOptions(NamedTuple):
     """Values that a caller passes beside tensors, equal on all ranks. Those of a `StepSpec` are checked."""
@@ -119,15 +122,12 @@ class StepSpec(NamedTuple):
 
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
-        heads = q.shape[1]
-        for axis in (self.heads_axis, self.token_axis) if self.options.output == "heads" else ():
-            own_heads = axis.slice_of(heads)
-            heads = own_heads.stop - own_heads.start
-        return q.shape[0], heads, q.shape[2], self.value_dim
-
-
-LENGTH_WEIGHT = GOLDEN_GAMMA
-"""Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
+        head_count = q.shape[1]
+        if self.options.output == "heads":
+            for axis in (self.heads_axis, self.token_axis):
+                own_heads = axis.slice_of(head_count)
+                head_count = own_heads.stop - own_heads.start
+        return q.shape[0], head_count, q.shape[2], self.value_dim
 
 
 @dataclass(eq=False, slots=True)
@@ -159,10 +159,10 @@ class StepInputs:
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
         if spec.heads_axis.size == 1:
             return self
-        heads = spec.heads_axis.slice_of(self.q.shape[1])
-        own_sinks = None if self.sinks is None else self.sinks[heads]
+        own_heads = spec.heads_axis.slice_of(self.q.shape[1])
+        own_sinks = None if self.sinks is None else self.sinks[own_heads]
         own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)
-        return replace(self, q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
+        return replace(self, q=self.q[:, own_heads], sinks=own_sinks, selected=own_selected)
 
     def parts_to_compare(
         self, facts: tuple[Any, ...], views: Sequence[CacheView]

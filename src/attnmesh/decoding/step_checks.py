@@ -148,8 +148,8 @@ def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
     if not is_pair or not all(isinstance(x, Tensor) for x in other_partial):
         raise DtypeError(subject, "a partial (out, lse)", type(other_partial).__name__, fix)
     out, lse = other_partial
-    heads = spec.heads_axis.slice_of(q.shape[1])
-    rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
+    own_heads = spec.heads_axis.slice_of(q.shape[1])
+    rows = (q.shape[0], own_heads.stop - own_heads.start, q.shape[2])
     expected_shapes, shapes = [(*rows, cache.config.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
     if shapes != expected_shapes:
         raise ShapeError(subject, f"shapes {expected_shapes}", f"{shapes}", fix)

@@ -196,7 +196,7 @@ class CallGuard:
         return compares and may_compare(self.device)
 
     def raise_uncompared(self, name: str, error: InputError) -> NoReturn:
-        """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
+        """Raise an error of this rank in a call that no agreement is around, such as a later `append`.
 
         ranks                          who raises
         CPUs of one host               all: the others, which wait in their next merge, see that this rank compares

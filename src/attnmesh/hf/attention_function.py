@@ -84,7 +84,7 @@ def attention_function(
     if isinstance(attention_mask, TracedMask) and not isinstance(key, PendingKV):
         out = _attend_traced(module, (query, key, value), attention_mask, passed)
     else:
-        out = _attend_by_place(module, query, (key, value), attention_mask, passed)
+        out = _attend_at_positions(module, query, (key, value), attention_mask, passed)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -101,7 +101,7 @@ def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: P
         return attend_traced(q, k, v, visible, scaling, options.sinks)
 
 
-def _attend_by_place(
+def _attend_at_positions(
     module: nn.Module,
     query: Tensor,
     keys_and_values: Any,

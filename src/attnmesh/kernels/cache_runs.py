@@ -75,7 +75,7 @@ def runs_of(
             if in_place:
                 runs.append(SlotRun(sequences, piece))
             elif selected is not None:
-                runs += _selected(query, view, piece, selected)
+                runs += _of_selection(query, view, piece, selected)
             elif piece.padding is not None:
                 runs += _of_sequences(query, sequences, piece, piece.padding, is_biased=is_biased)
             elif has_band:
@@ -189,7 +189,7 @@ def _trimmed(run: SlotRun) -> list[SlotRun]:
     return [run._replace(start=run.start + start, stop=run.start + stop, band=band, bias_positions=bias_positions)]
 
 
-def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[SlotRun]:
+def _of_selection(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[SlotRun]:
     """Yield the runs of the selected tokens of a piece, each of all its slots. The CPU reads nothing of a device.
 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
@@ -202,7 +202,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
         keys = SelectedKeys(selection, first[0], last[0], filled.token_index, lengths)
         yield SlotRun(ALL, filled, 0, slots, selected=keys)
         return
-    by_position = _positions(selection, view.padding)
+    by_position = _selection_by_position(selection, view.padding)
     # Padding gets the position of the token before it, which a search for that position finds.
     positions = filled.padding.positions.cummax(1).values
     for index in range(len(query.q)):
@@ -230,7 +230,7 @@ def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _positions(selection: Selection, padding: Padding) -> Selection:
+def _selection_by_position(selection: Selection, padding: Padding) -> Selection:
     """Return the selection by position in each sequence instead of by token, without padding."""
     tokens = selection.positions(selection.indices, slice(0, selection.indices.shape[-1] * selection.block))
     real = padding.token_mask

@@ -47,7 +47,7 @@ def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
 
 
-def attend_band(
+def attend_visible(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,
@@ -56,7 +56,7 @@ def attend_band(
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Partial:
-    """Return attention over the band, in q's dtype or wider. Empty rows give the identity `(0, -inf)`.
+    """Return attention over the visible keys, in q's dtype or wider. Empty rows give the identity `(0, -inf)`.
 
     Without a band every row sees every key; `counts` is then None. For selected keys the kernel is not called.
     """
@@ -67,7 +67,7 @@ def attend_band(
     if counts:
         assert band is not None
         parts = [
-            attend_band(kernel, q[some], k[some], v[some], band.first(count), scaling)
+            attend_visible(kernel, q[some], k[some], v[some], band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
@@ -81,7 +81,7 @@ def attend_band(
         return attend_rectangles(partial_of(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
 
 
-def backward_band(
+def backward_visible(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,
@@ -91,14 +91,16 @@ def backward_band(
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Gradients:
-    """Return gradients over the band, in the inputs' dtype or wider."""
+    """Return gradients over the visible keys, in the inputs' dtype or wider."""
     if isinstance(visible_keys, SelectedKeys):
         with without_autocast(q):
             return backward_selected(q, k, v, _without_unseeing_rows(inputs), visible_keys, scaling)
     band = visible_keys
     if counts:
         parts = [
-            backward_band(kernel, q[some], k[some], v[some], inputs.select_sequences(some), band.first(count), scaling)
+            backward_visible(
+                kernel, q[some], k[some], v[some], inputs.select_sequences(some), band.first(count), scaling
+            )
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))

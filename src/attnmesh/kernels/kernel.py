@@ -101,7 +101,7 @@ class BoundCacheKernel(Protocol):
 class Kernel:
     """Attention over one rectangle on one device. q, k and v are those of the rectangle; heads may be grouped.
 
-    Shapes, also in `attend_band`:
+    Shapes, also in `attend_visible`:
 
         q   (batch, heads, queries, dim); with a bias by distance, a column more for each distance
         k   (batch, kv_heads, keys, dim), where `kv_heads` divides `heads`

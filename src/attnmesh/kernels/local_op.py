@@ -17,7 +17,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import VisibleKeys, attend_band, backward_band, visible_counts
+from attnmesh.kernels.driver import VisibleKeys, attend_visible, backward_visible, visible_counts
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.prepared_local import PreparedLocal, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
@@ -67,7 +67,7 @@ def _attend_visible(
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    out, lse = with_sinks(attend_band(chosen, *qkv, visible_keys, scaling, counts), sinks)
+    out, lse = with_sinks(attend_visible(chosen, *qkv, visible_keys, scaling, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
 
 
@@ -88,7 +88,7 @@ def _backward(
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     positions = visible.q_positions, visible.k_positions
     chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
-    gradients = backward_band(chosen, *qkv, inputs, visible_keys, scaling, counts)
+    gradients = backward_visible(chosen, *qkv, inputs, visible_keys, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv

@@ -14,7 +14,7 @@ from attnmesh.core.mask import FULL, Mask
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import attend_band
+from attnmesh.kernels.driver import attend_visible
 from attnmesh.kernels.kernel import BoundKernel, Kernel, KernelRequest
 from attnmesh.kernels.traced import PLAIN_TENSORS, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
@@ -93,7 +93,7 @@ class PreparedLocal(NamedTuple):
         band = self.band
         if band is None and self.bound is None:
             band = whole_band(FULL, q.shape[2], k.shape[2])
-        partial = attend_band(self.kernel, q, k, v, band, self.scaling)
+        partial = attend_visible(self.kernel, q, k, v, band, self.scaling)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
 

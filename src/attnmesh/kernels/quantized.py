@@ -13,7 +13,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import Storage, columns_of, is_prefix, storage_of
-from attnmesh.kernels.driver import KeyCounts, attend_band
+from attnmesh.kernels.driver import KeyCounts, attend_visible
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.rectangles import tile_elements
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
@@ -35,10 +35,10 @@ class QuantizedAttention(NamedTuple):
         return self._replace(kernel=self.kernel.with_positions(queries, keys))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts = None) -> Partial:
-        """Return the partial of the band, as `attend_band` does. That of rows in 8 bits is in float32 or wider."""
+        """Return the partial of the band, as `attend_visible` does. That of rows in 8 bits is in float32 or wider."""
         storage = storage_of(keys)
         if storage is None:
-            return attend_band(self.kernel, q, keys, values, band, self.scaling, counts)
+            return attend_visible(self.kernel, q, keys, values, band, self.scaling, counts)
         if (launched := self._launch(q, keys, values, band, counts)) is not None:
             return launched
         q = q.to(sum_dtype(q.dtype))
@@ -92,7 +92,7 @@ class QuantizedAttention(NamedTuple):
                     continue
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
             tile_counts = counts and [min(max(count - start, 0), stop - start) for count in counts]
-            part = attend_band(self.kernel, q, *tile, inside, self.scaling, tile_counts)
+            part = attend_visible(self.kernel, q, *tile, inside, self.scaling, tile_counts)
             total = part if total is None else merge_partials([total, part])
         return identity(q, self.value_dim, q.dtype) if total is None else total
 

@@ -117,7 +117,7 @@ def attention(
         mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=sdpa_options or None
     )
     arguments = AttentionArguments(q, k, v, sinks, key_lengths, options, selected, distance_bias)
-    if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
+    if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # `is_dtensor` of each: hot path
         from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(arguments, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
@@ -125,7 +125,7 @@ def attention(
         return _attend_without_mesh(arguments, checked)
     else:
         out = attend_shards(arguments, RankMesh.of(mesh), checked)
-    warn_if_transposed("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    warn_if_transposed("attention", q, k.shape[2])  # at the end, as it raises where warnings are errors
     return out
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import Channel, Returned, is_run, select_tokens
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
-from attnmesh.kernels.driver import attend_band, backward_band
+from attnmesh.kernels.driver import attend_visible, backward_visible
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.mesh.schedule import GatherStep, HeadGroup
 from attnmesh.mesh_attention.head_swap import FinishSwap, HeadTensors, empty_tokens
@@ -123,7 +123,7 @@ def _attend_step(task: Task, step: TaskStep, q: Tensor, kv: Tensors) -> Partial:
     """Return the partial over keys and values, or over latents."""
     if task.projection is not None:
         return task.projection.attend(step.kernel, q, kv[0], step.visible_keys, task.spec.scaling, step.counts)
-    return attend_band(step.kernel, q, kv[0], kv[1], step.visible_keys, task.spec.scaling, step.counts)
+    return attend_visible(step.kernel, q, kv[0], kv[1], step.visible_keys, task.spec.scaling, step.counts)
 
 
 def _return_results(
@@ -184,7 +184,7 @@ def _backward_heads(gathered: GroupUnderWay, task: Task, pending: "PendingReturn
     inputs = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     finish_earlier: FinishTensors | None = None  # gradients that earlier ranks computed for the keys of this step
-    attend_backward = profiled_as(ATTENTION_RANGE, backward_band) if is_profiled() else backward_band
+    attend_backward = profiled_as(ATTENTION_RANGE, backward_visible) if is_profiled() else backward_visible
     for step in task.steps_of(gathered.group):
         keys, values = next(gathered.kv_by_step)
         part = attend_backward(step.kernel, q, keys, values, inputs, step.visible_keys, task.spec.scaling, step.counts)

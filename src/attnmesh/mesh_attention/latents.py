@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.cost.exchange_cost import EXPANDED_BYTES
-from attnmesh.kernels.driver import KeyCounts, VisibleKeys, attend_band
+from attnmesh.kernels.driver import KeyCounts, VisibleKeys, attend_visible
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 
@@ -75,7 +75,9 @@ class Projection:
             return self._attend_selected(kernel, q, latents, visible_keys, scaling)
         parts = []
         for heads in self._groups(q, latents):
-            parts.append(attend_band(kernel, q[:, heads], *self.expand(latents, heads), visible_keys, scaling, counts))
+            parts.append(
+                attend_visible(kernel, q[:, heads], *self.expand(latents, heads), visible_keys, scaling, counts)
+            )
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
     def _attend_selected(
@@ -90,7 +92,7 @@ class Projection:
             absorbed = self.absorb(q[:, :, queries])
             keys = selected.select_queries(queries)
             values = latents[..., : self.latent_width]
-            out, lse = attend_band(kernel, absorbed, latents, values, keys, scaling)
+            out, lse = attend_visible(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))
         return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 

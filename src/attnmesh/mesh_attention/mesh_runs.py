@@ -104,7 +104,7 @@ def _are_equal(numbers: Tensor, mesh: RankMesh) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
     out, lse, *head_tensors = output
-    ctx.spec_or_code = inputs[6:]  # (spec,), or (names, numbers) of an operator
+    ctx.spec, ctx.code = (inputs[6], None) if len(inputs) == 7 else (None, inputs[6:])  # an operator has the code
     ctx.save_for_backward(*(head_tensors or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *head_tensors)
     ctx.set_materialize_grads(False)
@@ -113,14 +113,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tenso
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.spec_or_code) > 1:
-        (names, numbers), dout = ctx.spec_or_code, dout[0]
-        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, names, numbers)
+    if ctx.code is not None:
+        (dout, *_) = dout  # an operator's outputs are a list
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.code)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        (spec,) = ctx.spec_or_code
-        dq, dk, dv = run_once_differentiable(_backward, spec, key_lengths, indices, q, k, v, out, lse, dout)
+        dq, dk, dv = run_once_differentiable(_backward, ctx.spec, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = run_once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks

@@ -39,7 +39,7 @@ from attnmesh.serve.rank_socket import RankSocket
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
 """Errors that a client cannot avoid by another request. Their text is not sent."""
 
-GRAMMARS = 2
+MAX_GRAMMARS_AT_ONCE = 2
 """Grammars that are made at the same time. Messages, and requests without a grammar, do not wait for them."""
 
 FIGURES_SECONDS = 0.5
@@ -73,14 +73,14 @@ class RankRequests:
         """Prompts by number, which several requests may have."""
         self.coming = set[int]()
         """Numbers of requests that are not submitted yet, and not cancelled."""
-        self.making = ThreadPoolExecutor(GRAMMARS, thread_name_prefix="submit")
-        self.lock = threading.Lock()
-        self.changing = threading.Lock()
+        self.grammar_threads = ThreadPoolExecutor(MAX_GRAMMARS_AT_ONCE, thread_name_prefix="submit")
+        self.send_lock = threading.Lock()
+        self.requests_lock = threading.Lock()
         self.done = threading.Event()
 
     def send(self, message: ToFront) -> None:
         """Send one message; the front may have gone."""
-        with self.lock:
+        with self.send_lock:
             try:
                 self.rank_socket.send(message)
             except OSError:
@@ -101,12 +101,12 @@ class RankRequests:
                     if options.get("grammar") is None:
                         self.submit(*asked)
                     else:
-                        self.making.submit(self.submit, *asked)
+                        self.grammar_threads.submit(self.submit, *asked)
                 case CancelRequest(number):
                     self.cancel(number)
                 case CloseEngine():
                     break
-        self.making.shutdown(wait=False, cancel_futures=True)
+        self.grammar_threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
     def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
@@ -121,7 +121,7 @@ class RankRequests:
             self.coming.discard(number)
             self.refuse(number, error)
             return
-        with self.changing:  # else a cancel between the two lines would find the request in neither
+        with self.requests_lock:  # else a cancel between the two lines would find the request in neither
             self.requests[number] = request
             is_cancelled = number not in self.coming
             self.coming.discard(number)
@@ -132,7 +132,7 @@ class RankRequests:
 
     def cancel(self, number: int) -> None:
         """End a request, or see that it ends once its grammar is made."""
-        with self.changing:
+        with self.requests_lock:
             self.coming.discard(number)
             request = self.requests.pop(number, None)
         if request is not None:
@@ -194,4 +194,4 @@ def finite(logprob: float) -> float:
     >>> finite(float("nan")), finite(-0.5)
     (-9999.0, -0.5)
     """
-    return max(LOWEST_LOGPROB, logprob)  # of a NaN the first
+    return max(LOWEST_LOGPROB, logprob)  # `max` returns its first argument beside a NaN

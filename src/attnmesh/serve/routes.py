@@ -140,7 +140,7 @@ class App:
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
         fields, prompt = await self._read(http, partial_of(read_fields, known_fields=COMPLETION), encode_text)
-        objects = CompletionObjects(self.spelling, self.names[0], False, fields["logprobs"])
+        objects = CompletionObjects(self.spelling, self.names[0], is_chat=False, top=fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, objects)
 
@@ -241,7 +241,14 @@ class App:
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
         either = content_format(fields) is not None
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
-        objects = CompletionObjects(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
+        objects = CompletionObjects(
+            self.spelling,
+            self.names[0],
+            is_chat=True,
+            top=top,
+            make_parts=split,
+            parallel=fields["parallel_tool_calls"],
+        )
         with self.supervisor.admit(fields["n"]):
             fields["grammar"] = await while_there(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields, prompt, new, objects, make)
