@@ -17,6 +17,7 @@ from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
 from attnmesh.store.load_layers import load_layers
 from attnmesh.store.save_layers import save_layers
+from tests.support.caches.make import random_cache
 from tests.support.caches.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
 from tests.support.ranks.pool import Pool, on_each_rank
 
@@ -251,6 +252,15 @@ def test_finished_save_keeps_no_tensors_alive(tmp_path: Path) -> None:
     keys = weakref.ref(cache.keys)
     cache.reserve(1000)
     assert keys() is None
+
+
+def test_layers_of_the_same_tokens_may_have_unequal_heads(tmp_path: Path) -> None:
+    caches = [random_cache(20), random_cache(20, kv_heads=4), random_cache(20, kv_heads=1)]
+    save_layers(caches, tmp_path)
+    loaded, _, _ = load_layers(am.KVCache, tmp_path, None)
+    for found, wanted in zip(loaded, caches, strict=True):
+        for x, y in zip(found.own_shard.kv_tensors, wanted.own_shard.kv_tensors, strict=True):
+            assert torch.equal(x[:, :, :20], y[:, :, :20])
 
 
 def test_layers_of_a_model_need_restore(tmp_path: Path) -> None:

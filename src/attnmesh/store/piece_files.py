@@ -140,11 +140,16 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader = next(iter(shards))
     start, end = manifest.window_starts[leader].oldest_kept_token, manifest.length_of(leader)
-    filler = ShardFiller(shards, start, end, oldest_kept_token=start)
+    by_heads: dict[int, dict[int, CacheShard]] = {}
+    for layer, shard in shards.items():
+        by_heads.setdefault(shard.config.kv_heads, {})[layer] = shard
+    fillers = [ShardFiller(alike, start, end, oldest_kept_token=start) for alike in by_heads.values()]
     for piece in pieces:
         file = piece.open()
         tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
-        filler.put(tokens, Axis(manifest.head_ranks, piece.head_rank), file.read, str(piece.path))
-    filler.check_all_filled(str(path))
+        for filler in fillers:
+            filler.put(tokens, Axis(manifest.head_ranks, piece.head_rank), file.read, str(piece.path))
+    for filler in fillers:
+        filler.check_all_filled(str(path))

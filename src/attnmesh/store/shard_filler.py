@@ -16,7 +16,7 @@ ReadTensor = Callable[[str, torch.dtype, tuple[int, ...]], Tensor]
 
 
 class ShardFiller:
-    """Shards of layers that keep the same tokens, which take those from `start` up to `stop`.
+    """Shards of layers that keep the same tokens and key heads, which take those from `start` up to `stop`.
 
     The first slot of a shard is that of `oldest_kept_token`, or of the first token after it that the rank holds.
     """
