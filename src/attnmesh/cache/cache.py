@@ -328,13 +328,13 @@ class KVCache(CacheProperties):
         >>> cache.length
         2
         """
-        self.saved_pieces.finish_writing()
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
         with self.guard.agreement("truncate", always=always) as agreement:
             self.local_shards.check_truncation(length, before)
             numbers = (self.token_axis.index, self.own_shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
+        self.saved_pieces.finish_writing()
         self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
             steps = self.local_shards.steps_to_truncate(length, table)

@@ -224,23 +224,14 @@ def new_prepared_step(
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
-    settled: dict[str, Any] = {
-        "spec": spec,
-        "scaling": spec.scaling,
-        "attention": attention,
-        "facts": facts,
-        "config": config,
-        "checked": checked,
-        "refuses_graphs": refuses_graphs,
-    }
+    settled = spec, spec.scaling, attention, facts, config, checked, refuses_graphs
     if spec.token_axis.size == spec.heads_axis.size == 1:
-        return LoneStep(**settled, blank_message=blank)
+        return LoneStep(*settled, blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
         output_heads = host_merge.heads_of_output(spec.options.output)
-        blank = host_merge.blank_message
-        return HostMergedStep(**settled, blank_message=blank, host_merge=host_merge, output_heads=output_heads)
+        return HostMergedStep(*settled, host_merge.blank_message, host_merge, output_heads)
     ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
-    return TransportMergedStep(**settled, blank_message=blank, rank_merge=spec.rank_merge, ask=ask)
+    return TransportMergedStep(*settled, blank, spec.rank_merge, ask)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
