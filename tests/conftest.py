@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("project")
 TESTS = Path(__file__).parent
 LONGEST = TESTS / "tools"
 """A turn of hostile clients, which is not for the end."""
-WAITING = (LONGEST, TESTS / "serve", TESTS / "cli", TESTS / "comm")
+WAITING = (LONGEST, *(TESTS / room for room in ("serve", "cli", "comm", "runtime", "setup", "store")))
 """Folders of tests that wait more than they compute."""
 
 
@@ -57,11 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal files that wait evenly among the others: two of them at once would leave cores idle."""
+    """Deal files that wait evenly among the others: two of them at once would leave cores idle.
+
+    The other files are dealt from the last one on: the first ones are short, so that all workers end at once.
+    """
     gone = [folder for folder in WAITING if not folder.is_dir()]
     if gone:
         raise pytest.UsageError(f"{__file__}: expected folders in WAITING, given {gone}. Fix: name the ones that wait.")
     files = [path for path in dict.fromkeys(item.path for item in items) if path.name.startswith("test_")]
+    files.reverse()
     files.sort(key=lambda path: path.parent != LONGEST)
     place: dict[Path, float] = {}
     for waits in (True, False):

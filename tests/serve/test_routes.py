@@ -296,7 +296,7 @@ def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
 def test_an_error_of_the_server_s_own_is_logged_without_its_text(
     running: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise KeyError("what a client sent")
 
     lines: list[str] = []
