@@ -65,11 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gone:
         raise pytest.UsageError(f"{__file__}: expected folders in WAITING, given {gone}. Fix: name the ones that wait.")
     files = [path for path in dict.fromkeys(item.path for item in items) if path.name.startswith("test_")]
-    files.reverse()
     files.sort(key=lambda path: path.parent != LONGEST)
     place: dict[Path, float] = {}
     for waits in (True, False):
-        group = [path for path in files if (path.parent in WAITING) == waits]
+        group = [path for path in files if (path.parent in WAITING) == waits][:: 1 if waits else -1]
         place |= {path: number / len(group) for number, path in enumerate(group)}
     items.sort(key=lambda item: place.get(item.path, 0.0))
 
