@@ -40,7 +40,7 @@ quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2
 
 # Servers, lost ranks and deadlines wait more than they compute: three files at a time keep two cores at work.
 WORKERS ?= 3
-test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 8 minutes on 2 quiet cores)
+test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (8 to 9 minutes on 2 quiet cores)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not long'
 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about an hour)
