@@ -282,8 +282,9 @@ class MemoryShard(CacheShard):
             # Where no token moves to another slot, tensors are replaced one by one: that takes less memory.
             in_place = slot_count >= len(self.token_index) and not (forgotten or before)
             kv_tensors = self.kv_tensors if in_place else [*self.kv_tensors]
+            rows_before = [piece.rows for piece in before]
             for index, old in enumerate(self.kv_tensors):
-                parts = [piece.rows[index] for piece in before]
+                parts = [rows[index] for rows in rows_before]
                 kv_tensors[index] = join_slots([*parts, old[:, :, forgotten:used]], 2, slot_count)
         device_counts[USED] = used - forgotten + sum(piece.token_count for piece in before)
         return {

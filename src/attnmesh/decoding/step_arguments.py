@@ -79,7 +79,7 @@ class StepSpec(NamedTuple):
 
     @property
     def fields_to_compare(self) -> dict[str, Any]:
-        """What the caller passes, by name, which is equal on all ranks."""
+        """Values that the caller passes, by name, which are equal on all ranks."""
         return {**self.options._asdict(), "index_block": self.index_block}
 
     @property

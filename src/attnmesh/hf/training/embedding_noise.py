@@ -28,7 +28,7 @@ def scale_noise(module: nn.Module) -> None:
     """Let the noise hooks of a module add to a shard what they would add to its tokens in the whole sequence."""
     hooks = module._forward_hooks
     for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == NOISE_HOOK]:
-        hooks[key] = partial_of(_add_noise, hooks[key])  # whoever added the hook still removes it, by its key
+        hooks[key] = partial_of(_add_noise, hooks[key])  # the key stays, by which the hook is removed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
