@@ -310,9 +310,10 @@ def test_few_rows_over_runs_of_keys_agree_with_float64(
 
 
 def test_logits_of_few_rows_take_no_memory_for_each_key() -> None:
-    q, k, v = few_rows(60_000, torch.float16)
+    """A run takes its logits, their weights and their exponentials: 128 rows of 16,384 keys in float32, 8 MB each."""
+    q, k, v = few_rows(240_000, torch.float16)
     peak = peak_memory(lambda: am.attend(q, k, v, kernel="cpu"))
-    assert peak is None or peak < 20e6  # 128 rows of 60,000 logits in float32 are 31 MB
+    assert peak is None or peak < 50e6  # logits of all keys would be 123 MB
 
 
 def test_a_mask_that_is_kept_keeps_the_lower_bounds_it_is_known_by() -> None:

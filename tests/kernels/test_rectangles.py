@@ -94,3 +94,7 @@ def test_work_and_masks_grow_with_the_length_alone(mask: Mask) -> None:
 
 def test_short_documents_share_tiles() -> None:
     assert len(cut(band(am.Causal() & am.Documents([3] * 1000), 3000))) == -(-3000 // MASKED_TILE_ROWS)
+
+
+def test_few_rows_that_see_the_same_keys_have_no_mask() -> None:
+    assert [kind(rectangle) for rectangle in cut(Band.of(am.Full(), torch.arange(5), 3000))] == ["full"]

@@ -282,7 +282,9 @@ def _tiles(band: Band, start: int, stop: int, rows: int = MASKED_TILE_ROWS) -> I
         end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])
         if low < high:
-            yield Rectangle(slice(row, end), slice(low, high), band=band.select_queries(row, end, low))
+            alike = int(band.low[end - 1]) == low and int(band.high[row]) == high  # no mask of rows x keys
+            bounds = None if alike else band.select_queries(row, end, low)
+            yield Rectangle(slice(row, end), slice(low, high), band=bounds)
 
 
 _CUT = {RowKind.FULL: _full, RowKind.CAUSAL: _causal, RowKind.MASKED: _tiles}

@@ -20,7 +20,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.models import families
 from tests.support.models.families import prompt
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.training.trainers import STEPS, collate, examples, launched, mesh_of
+from tests.support.training.trainers import STEPS, collate, examples, forget_accelerate, launched, mesh_of
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32_SUMS, TRAINED
 
@@ -189,6 +189,7 @@ def run_loop(shape: Shape) -> list[float]:
 
 
 def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
+    forget_accelerate()  # a trainer that stopped between two micro-batches leaves optimizers that do not step
     expected = loop(None, "sdpa")
     for given in pool.run(3, run_loop, Shape(1, 1, 3)):
         assert given == pytest.approx(expected, rel=TRAINED)

@@ -35,17 +35,22 @@ FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDe
 @contextmanager
 def launched() -> Iterator[None]:
     """Give this rank the variables of torchrun, and forget accelerate's state at the end."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     rank, size = dist.get_rank(), dist.get_world_size()
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
     try:
         with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
             yield
     finally:
-        AcceleratorState._reset_state()
-        PartialState._shared_state.clear()
-        GradientState._reset_state()
+        forget_accelerate()
+
+
+def forget_accelerate() -> None:
+    """Forget accelerate's state, which all accelerators of a process share, also those of earlier tests."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    PartialState._shared_state.clear()
+    GradientState._reset_state()
 
 
 @contextmanager
