@@ -1,4 +1,4 @@
-"""Hostile clients beside honest ones: texts stay right, their pace holds, and memory is bounded."""
+"""Hostile clients beside honest ones: texts stay right, memory is bounded, and their pace holds."""
 
 import pytest
 
@@ -16,7 +16,10 @@ PACED = Pauses(honest=10.0, hostile=3.0)
     ids=["a turn", "four turns", "four turns without pauses"],
 )
 def test_honest_clients_are_served_beside_hostile_ones(seconds: int, pauses: Pauses) -> None:
-    """15 seconds are one turn of hostile clients. It lasts until each of their acts is done."""
+    """15 seconds are one turn of hostile clients. It lasts until each of their acts is done.
+
+    Gaps are compared in the long runs, which have the machine to themselves.
+    """
     outcome = hostile.run(seconds, seed=1, pauses=pauses)
-    assert outcome.faults == []
+    assert outcome.faults + outcome.slow * (seconds > 15) == []
     assert outcome.texts > 0
