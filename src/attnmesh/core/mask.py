@@ -207,17 +207,17 @@ class Mask:
         documents = (end in self.ends[:-1] for end in widest.ends[:-1])
         return self.max_causal_keys_of(FAR) <= widest.max_causal_keys_of(FAR) and all(chunks) and all(documents)
 
-    def scaled(self, tokens: Callable[[int], int]) -> "Mask":
-        """Return the mask of a shorter problem, in which n tokens of this one are `tokens(n)`.
+    def scaled(self, scale: Callable[[int], int]) -> "Mask":
+        """Return the mask of a shorter problem, in which n tokens of this one are `scale(n)`.
 
         >>> import attnmesh as am
         >>> (am.Window(8) & am.Documents((10, 30))).scaled(lambda tokens: tokens // 5)
         Window(1) & Documents([2, 6])
         """
-        ends, chunks = (sorted({max(1, tokens(edge)) for edge in edges}) for edges in (self.ends, self.chunks))
-        pairs = ((tokens(start), tokens(stop)) for start, stop in self.span_pairs)
+        ends, chunks = (sorted({max(1, scale(edge)) for edge in edges}) for edges in (self.ends, self.chunks))
+        pairs = ((scale(start), scale(stop)) for start, stop in self.span_pairs)
         spans = chain(*(pair for pair in pairs if pair[0] < pair[1]))
-        left, right = tokens(self.left), tokens(self.right)
+        left, right = scale(self.left), scale(self.right)
         return type(self)(left, right, tuple(ends), tuple(chunks), tuple(spans))
 
     def cropped(self, length: int) -> "Mask":

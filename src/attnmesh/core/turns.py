@@ -26,17 +26,17 @@ class Turn(NamedTuple):
     width: int
     period: int
 
-    def holds(self, tokens: Tensor) -> Tensor:
+    def holds(self, indices: Tensor) -> Tensor:
         """Return for each token whether it is this rank's.
 
         >>> turns((3, 1))[1].holds(torch.arange(5))
         tensor([False, False, False,  True, False])
         """
-        return (tokens - self.start) % self.period < self.width
+        return (indices - self.start) % self.period < self.width
 
-    def slot(self, tokens: Tensor) -> Tensor:
+    def slot(self, indices: Tensor) -> Tensor:
         """Return the slot that each of this rank's tokens has in its shard."""
-        return tokens // self.period * self.width + tokens % self.period - self.start
+        return indices // self.period * self.width + indices % self.period - self.start
 
     def count(self, length: int) -> int:
         """Return how many of the first `length` tokens are this rank's.
@@ -55,8 +55,8 @@ class Turn(NamedTuple):
         """Return this rank's tokens among the first `length`."""
         first, period = min(self.start, length), min(self.period, max(length, 1))
         starts = torch.arange(first, length, period, device="cpu")
-        tokens = (starts[:, None] + torch.arange(min(self.width, length), device="cpu")).flatten()
-        return tokens[tokens < length]
+        indices = (starts[:, None] + torch.arange(min(self.width, length), device="cpu")).flatten()
+        return indices[indices < length]
 
 
 def turns(widths: Sequence[int]) -> tuple[Turn, ...]:
