@@ -54,11 +54,11 @@ class Channel(NamedTuple):
             kept = select_tokens(tensors, step.keep)
             return lambda: kept
         parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
-        for _, tokens in step.send:
-            if id(tokens) not in parts:
-                parts[id(tokens)] = select_tokens(tensors, tokens)
+        for _, indices in step.send:
+            if id(indices) not in parts:
+                parts[id(indices)] = select_tokens(tensors, indices)
         receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
-        sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
+        sends = {peer: parts[id(indices)] for peer, indices in step.send}
         finish_messages = self.begin_messages(sends, receives, "gathering")
         source = [tensors] if len(step.keep) or not receives else []  # without kept tokens their memory is freed now
 
@@ -78,13 +78,13 @@ class Channel(NamedTuple):
         The result lists, for each rank that computed results for tokens of this rank, these tokens and results.
         """
         own = self.axis.index
-        shares = {peer: select_tokens(tensors, tokens) for peer, tokens in step.return_to}
+        shares = {peer: select_tokens(tensors, indices) for peer, indices in step.return_to}
         own_results = shares.pop(own, None)
         if own_results is not None and shares:  # a view would keep the results for all other ranks alive
             own_results = tuple(map(torch.clone, own_results))
         receives = {
-            peer: tuple(map(meta_like, tensors, repeat(len(tokens))))
-            for peer, tokens in step.return_from
+            peer: tuple(map(meta_like, tensors, repeat(len(indices))))
+            for peer, indices in step.return_from
             if peer != own
         }
         finish_messages = self.begin_messages(shares, receives, "returning results")
@@ -93,7 +93,7 @@ class Channel(NamedTuple):
             arrived = finish_messages()
             if own_results is not None:
                 arrived[own] = own_results
-            return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
+            return [(indices, arrived[peer]) for peer, indices in step.return_from]
 
         return finish
 
@@ -177,21 +177,21 @@ def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis
     return [x for (x,) in channel.begin_all_to_all([messages[id(part)] for part in parts], shapes)()]
 
 
-def is_run(tokens: Tensor) -> bool:
+def is_run(indices: Tensor) -> bool:
     """Return whether ascending indices are consecutive, and at least one. `select_tokens` then returns views."""
-    return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
+    return len(indices) > 0 and int(indices[-1]) - int(indices[0]) == len(indices) - 1
 
 
-def select_tokens(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
+def select_tokens(tensors: Tensors, indices: Tensor, *, ascending: bool = True) -> Tensors:
     """Return the tokens at some indices. They are views if the indices are `ascending` and consecutive."""
     parts = []
-    if ascending and is_run(tokens):
-        first, count = int(tokens[0]), len(tokens)
+    if ascending and is_run(indices):
+        first, count = int(indices[0]), len(indices)
         for x in tensors:
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
     else:
         for x in tensors:
-            parts.append(x.index_select(2, index_on(tokens, x.device)))
+            parts.append(x.index_select(2, index_on(indices, x.device)))
     return tuple(parts)
 
 

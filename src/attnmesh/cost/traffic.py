@@ -247,10 +247,10 @@ def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     """Return (c, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
     counts = torch.empty(shape.keys, shape.queries, shape.queries, dtype=torch.float32, device="cpu")
     for source in range(shape.queries):
-        tokens = (chunk // shape.keys == source).nonzero().flatten()
-        uses = is_seen[:, tokens].roll(-source, 0).flip(0).to(counts.dtype)
+        indices = (chunk // shape.keys == source).nonzero().flatten()
+        uses = is_seen[:, indices].roll(-source, 0).flip(0).to(counts.dtype)
         is_needed = uses.cummax(0).values.flip(0)  # (step, token)
-        by_step = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
+        by_step = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[indices] % shape.keys, is_needed)
         counts[:, source] = by_step.T
     return counts
 
@@ -267,13 +267,13 @@ def _lines(counts: Tensor, tile: int, *, by_c: bool = False) -> Tensor:
     return torch.stack(parts).mT if by_c else torch.stack(parts)
 
 
-def _shift(tokens: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
+def _shift(counts: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
     """Return the exchange of tokens (c, n), sent from `source[n]` to `target[n]` along the queries axis."""
     near = source // tile == target // tile
     loads = []
-    for moving in (tokens * near, tokens * ~near):
+    for moving in (counts * near, counts * ~near):
         sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
-        loads.append(torch.stack([torch.zeros_like(tokens).index_copy_(1, index, x) for index, x in sides]))
+        loads.append(torch.stack([torch.zeros_like(counts).index_copy_(1, index, x) for index, x in sides]))
     return torch.stack(loads).mT
 
 

@@ -84,7 +84,7 @@ def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tup
     return tuple(tuple(heads(rank, group) for rank in range(ranks)) for group in range(groups))
 
 
-TokensByPeer = tuple[tuple[int, Tensor], ...]
+IndicesByPeer = tuple[tuple[int, Tensor], ...]
 """Pairs of a peer and the ascending indices of tokens for it. Peers without tokens are left out."""
 
 
@@ -92,7 +92,7 @@ TokensByPeer = tuple[tuple[int, Tensor], ...]
 class GatherStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
-    send: TokensByPeer
+    send: IndicesByPeer
     """Indices into the tokens before this step."""
     receive: tuple[tuple[int, int], ...]
     """Pairs of a peer and a number of tokens."""
@@ -102,9 +102,9 @@ class GatherStep:
     """Sorts kept tokens and then received ones by position; None if they are sorted."""
     positions: Tensor
     """Positions of the tokens after this step."""
-    return_to: TokensByPeer
+    return_to: IndicesByPeer
     """Indices into the tokens after this step, per owner, without tokens that are forwarded."""
-    return_from: TokensByPeer
+    return_from: IndicesByPeer
     """Indices into this rank's chunk, per rank that returns their results."""
 
 
@@ -244,13 +244,13 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     # Where the tokens of each owner stand once all are sorted.
     indices = permutation.argsort().split([len(received[owner]) for owner in owners])
     return GatherStep(
-        send=_tokens_by_peer((peer, sent[peer]) for peer in peers),
+        send=_indices_by_peer((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
         permutation=None if bool((permutation.diff() == 1).all()) else permutation,
         positions=positions[permutation],
-        return_to=_tokens_by_peer(zip(owners, indices, strict=True)),
-        return_from=_tokens_by_peer((owner, sent[owner]) for owner in owners),
+        return_to=_indices_by_peer(zip(owners, indices, strict=True)),
+        return_from=_indices_by_peer((owner, sent[owner]) for owner in owners),
     )
 
 
@@ -281,13 +281,13 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
         sent_owner = (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(*held_by_step[sent_owner][t - 1 : t + 1]) if t else nothing
         yield GatherStep(
-            send=_tokens_by_peer([(after, forwarded)]),
+            send=_indices_by_peer([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,
             permutation=None,
             positions=chunks[owner][keys],
-            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, _not_forwarded(held_by_step[owner], t)))]),
-            return_from=_tokens_by_peer([(last_reader, _not_forwarded(held_by_step[r], t))]),
+            return_to=_indices_by_peer([(owner, torch.searchsorted(keys, _not_forwarded(held_by_step[owner], t)))]),
+            return_from=_indices_by_peer([(last_reader, _not_forwarded(held_by_step[r], t))]),
         )
 
 
@@ -338,13 +338,13 @@ def _keys_seen_by(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
     return (change.cumsum(0)[:-1] > 0).nonzero().flatten()
 
 
-def _tokens_by_peer(pairs: Iterable[tuple[int, Tensor]]) -> TokensByPeer:
+def _indices_by_peer(pairs: Iterable[tuple[int, Tensor]]) -> IndicesByPeer:
     """Return the pairs with tokens. Equal selections share one tensor, so that they are packed once."""
     distinct: list[Tensor] = []
     selections = []
-    for peer, tokens in pairs:
-        if len(tokens):
-            shared = next((other for other in distinct if torch.equal(other, tokens)), tokens)
-            distinct += [shared] if shared is tokens else []
+    for peer, indices in pairs:
+        if len(indices):
+            shared = next((other for other in distinct if torch.equal(other, indices)), indices)
+            distinct += [shared] if shared is indices else []
             selections.append((peer, shared))
     return tuple(selections)

@@ -30,12 +30,13 @@ def agreed_shares(mesh: RankMesh, device: torch.device, needed: float = 0.0) -> 
         device: This rank's device.
         needed: Bytes of the whole cache; 0 if they are not known.
     """
-    tokens = mesh.queries.size * mesh.keys.size
-    if tokens == 1:
+    token_ranks = mesh.queries.size * mesh.keys.size
+    if token_ranks == 1:
         return (1,)
     rates = read_rates(mesh, device)
     free = free_of_ranks(mesh, device)
-    sharing = [range(first, mesh.ranks, tokens) for first in range(tokens)]  # ranks along the heads axis share tokens
+    # Ranks along the heads axis share tokens.
+    sharing = [range(first, mesh.ranks, token_ranks) for first in range(token_ranks)]
     rates, free = ([min(by_rank[shard] for shard in shards) for shards in sharing] for by_rank in (rates, free))
     return recommended_shares(rates, free, needed / mesh.heads.size)
 
