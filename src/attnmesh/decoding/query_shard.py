@@ -47,7 +47,7 @@ class QueryOwners(NamedTuple):
     chunk_counts: tuple[int, ...]
     """Number of tokens of each rank along the heads axis, in this rank's chunk."""
     chunks: tuple[Tensor, ...]
-    """Tokens of the chunk of each rank along the tokens axis."""
+    """Indices of the tokens of the chunk of each rank along the tokens axis."""
     order: Tensor
     """Indices that sort the queries of all chunks, one chunk after the other, by their tokens."""
 
@@ -85,8 +85,8 @@ def _owners(mesh: RankMesh, token_axis: Axis, layout: Layout, length: int) -> Qu
         row, column = divmod(index, shape.keys)
         shards = [shape.shard(head, row, column) for head in range(shape.heads)]
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
-    tokens_by_chunk = [torch.cat(chunk) for chunk in chunks]
+    indices_by_chunk = [torch.cat(chunk) for chunk in chunks]
     chunk_counts = tuple(map(len, chunks[token_axis.index]))
     return QueryOwners(
-        mesh.heads, token_axis, chunk_counts, tuple(tokens_by_chunk), torch.cat(tokens_by_chunk).argsort()
+        mesh.heads, token_axis, chunk_counts, tuple(indices_by_chunk), torch.cat(indices_by_chunk).argsort()
     )

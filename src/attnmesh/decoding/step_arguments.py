@@ -192,11 +192,11 @@ class StepInputs:
 
 @cached_per_world(1024)
 def _spec_of_code(names: str, numbers: tuple[int, ...]) -> StepSpec:
-    heads, tokens, *texts = names.split(",")
+    heads_group, tokens_group, *texts = names.split(",")
     block, capacity, value_dim, index_block, *mask_code = numbers[4:]
     return StepSpec(
-        heads_axis=Axis(numbers[0], numbers[1], group_named(heads)),
-        token_axis=Axis(numbers[2], numbers[3], group_named(tokens)),
+        heads_axis=Axis(numbers[0], numbers[1], group_named(heads_group)),
+        token_axis=Axis(numbers[2], numbers[3], group_named(tokens_group)),
         block=block,
         capacity=capacity,
         value_dim=value_dim,

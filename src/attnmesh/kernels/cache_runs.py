@@ -138,14 +138,14 @@ def _of_sequences(
     sequence 2     a b . . c d     two runs: from 0 to 2, and from 4 to 6
     """
     length, used, *_ = piece.device_counts.tolist()
-    tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
-    real, queries = padding.last(tokens)
+    indices = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
+    real, queries = padding.last(indices)
     real = real.cpu()
     queries = queries.cpu()
     positions = padding.positions[:, :used].cpu()
     runs = list[SlotRun]()
     first, last = query.mask.bounds(queries)
-    is_last_alone = len(tokens) == 1 and query.key_lengths is None
+    is_last_alone = len(indices) == 1 and query.key_lengths is None
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
     seen = positions >= first[:, :1]
@@ -232,11 +232,11 @@ def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
 
 def _selection_by_position(selection: Selection, padding: Padding) -> Selection:
     """Return the selection by position in each sequence instead of by token, without padding."""
-    tokens = selection.positions(selection.indices, slice(0, selection.indices.shape[-1] * selection.block))
+    indices = selection.positions(selection.indices, slice(0, selection.indices.shape[-1] * selection.block))
     real = padding.token_mask
     positions = (real.cumsum(1) - 1).masked_fill(~real, NO_INDEX).to(torch.int32)
-    inside = (tokens >= 0) & (tokens < positions.shape[1])
-    by_position = positions[:, None, None].expand(*tokens.shape[:3], -1).gather(-1, tokens.where(inside, 0))
+    inside = (indices >= 0) & (indices < positions.shape[1])
+    by_position = positions[:, None, None].expand(*indices.shape[:3], -1).gather(-1, indices.where(inside, 0))
     return Selection(by_position.where(inside, NO_INDEX))
 
 

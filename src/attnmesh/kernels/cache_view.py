@@ -134,9 +134,9 @@ class CacheView(NamedTuple):
     def bounds(self, queries: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last `queries` tokens sees, (1 or batch, queries)."""
         length = self.device_counts[LENGTH]
-        tokens = (length - queries + torch.arange(queries, device=self.device_counts.device)).clamp(min=0)
+        indices = (length - queries + torch.arange(queries, device=self.device_counts.device)).clamp(min=0)
         if self.padding is None:
-            return mask.bounds(tokens[None])
-        real, positions = self.padding.last(tokens)
+            return mask.bounds(indices[None])
+        real, positions = self.padding.last(indices)
         first, last = mask.bounds(positions)
         return first, last.masked_fill(~real, -1)

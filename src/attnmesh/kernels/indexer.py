@@ -30,7 +30,7 @@ class IndexKeys(NamedTuple):
 
     keys: Tensor
     """(batch, keys, dim)."""
-    tokens: Tensor
+    token_index: Tensor
     """(keys,), number of each in the whole sequence."""
     positions: Tensor
     """(1 or batch, keys), position of each in its sequence, -1 for padding."""
@@ -85,7 +85,7 @@ def indexer_top_k(
                 continue
             scores = torch.cat([score(part, tile_operands) for part in keys.read(some_keys).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
-            indices = keys.tokens[some_keys] if block == 1 else keys.tokens[some_keys] // block
+            indices = keys.token_index[some_keys] if block == 1 else keys.token_index[some_keys] // block
             new = pack_candidates(scores, indices)
             tiles = [best_candidates(torch.cat((*tiles, new), -1), k, unique=block > 1)]
         best_by_tile += tiles

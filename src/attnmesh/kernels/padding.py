@@ -26,15 +26,15 @@ class Padding(NamedTuple):
 
     def add(self, start: Tensor, real: Tensor, new: Tensor, slots: Tensor) -> None:
         """Add tokens from `start` on, with their mask `real`; the tokens `new` among them are in `slots`."""
-        tokens = start + torch.arange(real.shape[1], device=real.device)
-        self.token_mask.index_copy_(1, tokens, real)
+        indices = start + torch.arange(real.shape[1], device=real.device)
+        self.token_mask.index_copy_(1, indices, real)
         positions = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
         self.positions.index_copy_(1, slots, positions.index_select(1, new))
         self.lengths.add_(real.sum(1))
 
-    def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def last(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of these last tokens are real, and the position of each in its sequence."""
-        real = self.token_mask.index_select(1, tokens)
+        real = self.token_mask.index_select(1, indices)
         after = real.flip(1).cumsum(1).flip(1)  # real tokens from this one on
         return real, (self.lengths[:, None] - after).clamp(min=0)
 
