@@ -51,9 +51,9 @@ class BlockCyclic:
         """
         return self.turns[rank].count(length)
 
-    def report_of(self, rank: int, tokens: Tensor) -> "ShardReport":
+    def report_of(self, rank: int, indices: Tensor) -> "ShardReport":
         """Return the report that `rank` sends on its new tokens."""
-        return ShardReport(len(tokens), rank, token_set_digest(tokens), bool(self.turns[rank].holds(tokens).all()))
+        return ShardReport(len(indices), rank, token_set_digest(indices), bool(self.turns[rank].holds(indices).all()))
 
     @staticmethod
     def reports_in(numbers_by_rank: Sequence[Sequence[int]]) -> "list[ShardReport]":
@@ -125,6 +125,6 @@ def _check_cover(digest: int, start: int, new_count: int) -> None:
         raise LayoutError("append_shard", expected, f"{new_count} positions with gaps or repeats", fix)
 
 
-def token_set_digest(tokens: Tensor) -> int:
+def token_set_digest(indices: Tensor) -> int:
     """Return a sum of hashes, modulo 2^64, that distinguishes sets of tokens. Those of disjoint sets add up."""
-    return int(hash_each(tokens + 1).sum())
+    return int(hash_each(indices + 1).sum())

@@ -296,9 +296,9 @@ class KVCache(CacheProperties):
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
             rows = tuple(map(self.config.rows_of, tensors_to_append(k, v)))
-            rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
+            rows, indices = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.rank_mesh)
             with self._on_files("append_shard"):
-                self.local_shards.append_rows_at(rows, tokens, new_count, token_mask, queries, rank_counts)
+                self.local_shards.append_rows_at(rows, indices, new_count, token_mask, queries, rank_counts)
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:

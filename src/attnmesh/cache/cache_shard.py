@@ -63,7 +63,7 @@ class CacheShard(ABC):
         """
 
     @abstractmethod
-    def append_rows_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def append_rows_at(self, new: Tensors, indices: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
 
     @abstractmethod
@@ -246,7 +246,7 @@ class CacheShard(ABC):
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
         used = self.used_slots
-        earlier = sum(int(torch.searchsorted(piece.tokens, length)) for piece in self.earlier_pieces)
+        earlier = sum(int(torch.searchsorted(piece.indices, length)) for piece in self.earlier_pieces)
         newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
             return earlier + used - len(newest) + bisect_left(newest, length)

@@ -27,7 +27,7 @@ class FrozenPiece(NamedTuple):
         return len(self.token_index) - 1
 
     @property
-    def tokens(self) -> Tensor:
+    def indices(self) -> Tensor:
         """Index of each token."""
         return self.token_index[:-1]
 

@@ -216,7 +216,7 @@ class LocalShards:
     def append_rows_at(
         self,
         new: tuple[Tensor, ...],
-        tokens: Tensor,
+        indices: Tensor,
         new_count: int,
         token_mask: Tensor | None,
         queries: int,
@@ -229,46 +229,46 @@ class LocalShards:
         self._recount()
 
         def act() -> None:
-            self._append_rows_to_each(new, tokens, new_count, token_mask, queries)
+            self._append_rows_to_each(new, indices, new_count, token_mask, queries)
             self.counter.set_rank_counts(rank_counts)
 
         self._append_or_restore(act)
 
     def _append_rows_to_each(
-        self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int
+        self, new: tuple[Tensor, ...], indices: Tensor, new_count: int, token_mask: Tensor | None, queries: int
     ) -> None:
         """Add this rank's tokens, and those of other ranks to the copies."""
         oldest = 0
         if self.forget_mask is None:
-            self.own.append_rows_at(new, tokens, new_count, token_mask)
+            self.own.append_rows_at(new, indices, new_count, token_mask)
         else:
             oldest_query = self._oldest_query_after(new_count, queries)
             oldest = self.oldest_kept_token(oldest_query, token_mask, new_count)
             if skips := oldest > self.counter.length:
-                kept = tokens >= oldest
+                kept = indices >= oldest
                 new = tuple(x[:, :, kept] for x in new)
-                tokens = tokens[kept]
-            self._make_room(self.own, len(tokens), lambda: oldest, oldest_query, forget=skips)
-            self.own.append_rows_at(new, tokens, new_count, token_mask)
-            self.counter.add_slots(self.own, len(tokens))
+                indices = indices[kept]
+            self._make_room(self.own, len(indices), lambda: oldest, oldest_query, forget=skips)
+            self.own.append_rows_at(new, indices, new_count, token_mask)
+            self.counter.add_slots(self.own, len(indices))
             self.oldest_query = oldest_query
         self._advance(new_count)
-        self._send_copies(new, tokens, new_count, token_mask, oldest)
+        self._send_copies(new, indices, new_count, token_mask, oldest)
 
     def append_shared_blocks(
-        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
+        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], indices: Tensor, new_count: int
     ) -> None:
         """Add the tokens of a piece, which stays shared, and copies of `new` after it, to an empty cache.
 
         All ranks together add `new_count` tokens, which lie block-cyclic.
         """
-        self._append_or_restore(partial_of(self._append_blocks, piece, new, tokens, new_count))
+        self._append_or_restore(partial_of(self._append_blocks, piece, new, indices, new_count))
 
     def _append_blocks(
-        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], tokens: Tensor, new_count: int
+        self, piece: FrozenPiece | None, new: tuple[Tensor, ...], indices: Tensor, new_count: int
     ) -> None:
         """Do the work of `append_shared_blocks`."""
-        self.own.append_rows_at(new, tokens, new_count, None)
+        self.own.append_rows_at(new, indices, new_count, None)
         if piece is not None:
             self.own.put_before(piece)
             self.forked = True
@@ -327,7 +327,7 @@ class LocalShards:
     # --- copies ---
 
     def _send_copies(
-        self, new: tuple[Tensor, ...], tokens: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
+        self, new: tuple[Tensor, ...], indices: Tensor, new_count: int, token_mask: Tensor | None, oldest: int
     ) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
 
@@ -335,13 +335,13 @@ class LocalShards:
         """
         if not self.keepers and not self.copy_shards:
             return
-        counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
-        sends = dict.fromkeys(self.keepers, (*new, tokens))
+        counts = [row[0] for row in dist_all_gather_ints([len(indices)], [self.axis])]
+        sends = dict.fromkeys(self.keepers, (*new, indices))
         receives = {
-            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
+            index: (*(meta_like(x, counts[index]) for x in new), meta_like(indices, counts[index], 0))
             for index in self.copy_shards
         }
-        received = Channel(self.axis, tokens.device).begin_messages(sends, receives, "copying")()
+        received = Channel(self.axis, indices.device).begin_messages(sends, receives, "copying")()
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:

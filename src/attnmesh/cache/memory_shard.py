@@ -112,37 +112,37 @@ class MemoryShard(CacheShard):
         """Add this rank's share of the new tokens, padded or not, wherever they lie. The CPU reads no count."""
         length, used = self.device_counts[LENGTH_AND_USED].unbind()
         offsets = torch.arange(new_count, device=self.device)
-        tokens = length + offsets
+        indices = length + offsets
         alone = self.turn.width == self.turn.period
         if alone:  # saves a few small kernels in a step of a graph
             slots = (used + offsets).clamp(max=self.slots)
         else:
-            is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
+            is_own = self.turn.holds(indices) & (indices < self.config.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         rows = [*map(self.config.rows_of, self.own_heads(new))]
-        self._write_slots(rows, tokens, slots)
-        self._pad(tokens, slots, new_count, token_mask)
+        self._write_slots(rows, indices, slots)
+        self._pad(indices, slots, new_count, token_mask)
         if alone:
             self.device_counts[LENGTH_AND_USED].add_(new_count)
             self.device_counts[USED].clamp_(max=self.slots)
         else:
             self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
 
-    def append_rows_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def append_rows_at(self, new: Tensors, indices: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
-        order = tokens.argsort()
+        order = indices.argsort()
         slots = self.used_slots + torch.arange(len(order), device=self.device)
-        self._write_slots([x.index_select(2, order) for x in new], tokens[order], slots)
-        self._pad(tokens[order], slots, new_count, token_mask)
+        self._write_slots([x.index_select(2, order) for x in new], indices[order], slots)
+        self._pad(indices[order], slots, new_count, token_mask)
         self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
 
-    def _write_slots(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
+    def _write_slots(self, new: Sequence[Tensor], indices: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
         for x, tensor in zip(self.kv_tensors, new, strict=True):
             x.index_copy_(2, slots, tensor)
-        self.token_index.index_copy_(0, slots, tokens)
+        self.token_index.index_copy_(0, slots, indices)
 
-    def _pad(self, tokens: Tensor, slots: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def _pad(self, indices: Tensor, slots: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Record which of `new_count` new tokens are padding, before the length includes them."""
         if token_mask is None and self.padding is None:
             return
@@ -150,7 +150,9 @@ class MemoryShard(CacheShard):
         config = self.config
         self.padding = self.padding or Padding.none(config.batch, config.capacity, self.token_index, length)
         all_real = torch.ones(config.batch, new_count, dtype=torch.bool, device=self.device)
-        self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)
+        self.padding.add(
+            length, all_real if token_mask is None else token_mask.to(self.device), indices - length, slots
+        )
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
         """Mark the tokens from `oldest` up to `length` as present. Return how many of them this rank holds."""
@@ -270,8 +272,8 @@ class MemoryShard(CacheShard):
         slot_count = allocated_slots(slots, config.block)
         self._viewed = None  # the view would keep the old memory
         with torch.inference_mode(False):
-            indices = [piece.tokens for piece in before]
-            token_index = join_slots([*indices, self.token_index[forgotten:used]], 0, slot_count)
+            indices_before = [piece.indices for piece in before]
+            token_index = join_slots([*indices_before, self.token_index[forgotten:used]], 0, slot_count)
             padding = self.padding
             device_counts = self.device_counts.clone()
             if padding is not None:

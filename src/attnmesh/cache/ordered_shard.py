@@ -23,7 +23,7 @@ class OrderedShard(CacheShard):
     """What `check_unpadded` expects, and how a user mends a padded batch."""
 
     @abstractmethod
-    def _append_rows(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    def _append_rows(self, rows: Sequence[Tensor], indices: Tensor, length: int) -> None:
         """Write rows of this rank's new tokens after those in the shard. Then there are `length` on all ranks."""
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
@@ -40,20 +40,20 @@ class OrderedShard(CacheShard):
         except StoreError as error:
             self.fail("append", error)
 
-    def append_rows_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+    def append_rows_at(self, new: Tensors, indices: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
-        tokens = tokens.cpu()
-        if bool((tokens.diff() < 0).any()):
-            order = tokens.argsort()
-            new, tokens = tuple(x.index_select(2, order.to(x.device)) for x in new), tokens[order]
-        self._append_rows(new, tokens, self.length + new_count)
+        indices = indices.cpu()
+        if bool((indices.diff() < 0).any()):
+            order = indices.argsort()
+            new, indices = tuple(x.index_select(2, order.to(x.device)) for x in new), indices[order]
+        self._append_rows(new, indices, self.length + new_count)
 
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of `new`, and their tokens. `new` has all heads and the tokens from `length` on."""
-        tokens = torch.arange(length, length + new[0].shape[2], device="cpu")
+        indices = torch.arange(length, length + new[0].shape[2], device="cpu")
         rows = self.own_heads(new)
         if self.turn.width < self.turn.period:  # other ranks hold tokens too
-            own_indices = self.turn.holds(tokens).nonzero().flatten()
-            rows = [x.index_select(2, own_indices.to(self.device)) for x in rows]
-            tokens = tokens[own_indices]
-        return [*map(self.config.rows_of, rows)], tokens
+            own = self.turn.holds(indices).nonzero().flatten()
+            rows = [x.index_select(2, own.to(self.device)) for x in rows]
+            indices = indices[own]
+        return [*map(self.config.rows_of, rows)], indices

@@ -83,7 +83,7 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
         return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * token, token, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
-    return Pages(pool(keys), pool(values), table.int(), lengths, piece.tokens)
+    return Pages(pool(keys), pool(values), table.int(), lengths, piece.indices)
 
 
 def _append_table(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
@@ -98,15 +98,15 @@ def _append_table(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor)
     shard, size, ranks = shards.own, shards.own.config.block, shards.axis.size
     count = table.shape[1]
     slots = torch.arange(count * size, device=shard.device)
-    tokens = (slots // size * ranks + shard.index) * size + slots % size
+    indices = (slots // size * ranks + shard.index) * size + slots % size
     rows = [_tokens_in(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
     shared_slots = max(0, count - 1) * size
     new_count = count * size * ranks
     piece = None
     if shared_slots:  # with one more slot, as `FrozenPiece` says
-        piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], tokens[: shared_slots + 1], None)
+        piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], indices[: shared_slots + 1], None)
     last = tuple(x[:, :, shared_slots:] for x in rows)
-    shards.append_shared_blocks(piece, last, tokens[shared_slots:], new_count)
+    shards.append_shared_blocks(piece, last, indices[shared_slots:], new_count)
 
 
 def _tokens_in(pool: Tensor, table: Tensor) -> Tensor:

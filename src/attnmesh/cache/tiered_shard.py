@@ -174,39 +174,39 @@ class TieredShard(OrderedShard, MemoryShard):
         block = self.config.block
         return 0 if total <= self.slots else (total - hot_tokens(self.config, self.turn)) // block * block
 
-    def _append_rows(self, new_rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    def _append_rows(self, new_rows: Sequence[Tensor], indices: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
         steps = list[Step]()
-        if leaving := self._count_leaving(len(tokens)):
+        if leaving := self._count_leaving(len(indices)):
             at_once = max(0, leaving - used)  # new ones that do not stay
-            following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
+            following = torch.cat((self.token_index[leaving:used][:1].cpu(), indices[at_once:]))
             leaving_rows = [x[:, :, : min(leaving, used)] for x in self.kv_tensors]
             if at_once:
                 pairs = zip(leaving_rows, new_rows, strict=True)
                 leaving_rows = [torch.cat((x, new[:, :, :at_once]), 2) for x, new in pairs]
-            leaving_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
+            leaving_indices = torch.cat((self.token_index[: min(leaving, used)].cpu(), indices[:at_once]))
             alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
-            self._append_cold(leaving_rows, leaving_tokens, int(following[0]) if len(following) else length, retry)
+            self._append_cold(leaving_rows, leaving_indices, int(following[0]) if len(following) else length, retry)
             steps += [*self._shift(leaving), partial_of(self._set_cold_count, self.earlier_tokens + leaving)]
             new_rows = [new[:, :, at_once:] for new in new_rows]
-            tokens = tokens[at_once:]
+            indices = indices[at_once:]
             used = max(0, used - leaving)
-        stop = used + len(tokens)
-        steps += [partial_of(self._write_hot, new_rows, tokens, used), partial_of(self._set_counts, length, stop)]
+        stop = used + len(indices)
+        steps += [partial_of(self._write_hot, new_rows, indices, used), partial_of(self._set_counts, length, stop)]
         try:
             unbroken(steps)
         except BaseException:
             self.truncate(length_before)
             raise
 
-    def _write_hot(self, new_rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
-        stop = start + len(tokens)
+    def _write_hot(self, new_rows: Sequence[Tensor], indices: Tensor, start: int) -> None:
+        stop = start + len(indices)
         for x, new in zip(self.kv_tensors, new_rows, strict=True):
             x[:, :, start:stop] = new
-        self.token_index[start:stop] = tokens
+        self.token_index[start:stop] = indices
 
     def _shift(self, count: int) -> list[Step]:
         """Return steps that move the tokens after the first `count` to the front, `count` at a time.
@@ -221,7 +221,7 @@ class TieredShard(OrderedShard, MemoryShard):
         for x in (*self.kv_tensors, self.token_index[None, None]):
             x[:, :, start:stop] = x[:, :, start + count : stop + count]
 
-    def _append_cold(self, rows: Sequence[Tensor], tokens: Tensor, length: int, retry: str) -> None:
+    def _append_cold(self, rows: Sequence[Tensor], indices: Tensor, length: int, retry: str) -> None:
         """Append rows to the cold tier, which then has all of this rank's tokens before `length`.
 
         The rows are those of the hot tier, and new ones after them. The cold tier may have the first of them already.
@@ -231,11 +231,11 @@ class TieredShard(OrderedShard, MemoryShard):
         if self.cold.length > self.length:  # an append has failed
             self.cold.truncate(self.length)
         written = self.cold_tokens - self.earlier_tokens
-        if written >= len(tokens) and self.cold.length >= length:
+        if written >= len(indices) and self.cold.length >= length:
             return
         new_count = max(0, length - self.cold.length)
         try:
-            self.cold.append_rows_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
+            self.cold.append_rows_at(tuple(x[:, :, written:].cpu() for x in rows), indices[written:], new_count, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
             is_full = isinstance(error.__cause__, OSError) and error.__cause__.errno != ENOENT
@@ -246,8 +246,8 @@ class TieredShard(OrderedShard, MemoryShard):
     def flush(self) -> None:
         """Let the cold tier have copies of all hot tokens, which stay hot."""
         rows = [x[:, :, : self.used_slots] for x in self.kv_tensors]
-        tokens = self.token_index[: self.used_slots].cpu()
-        self._append_cold(rows, tokens, self.length, "flush again: the cache has all its tokens")
+        indices = self.token_index[: self.used_slots].cpu()
+        self._append_cold(rows, indices, self.length, "flush again: the cache has all its tokens")
 
     def with_hot_on(self, device: torch.device, fail: Fail) -> "TieredShard":
         """Return a shard of the same tokens, with the newest on another device."""

@@ -72,9 +72,9 @@ def rows_of_block(kv_caches: Sequence[KVCache], block: StoredBlock, *, is_apart:
 
 def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
     """Return which slots hold the tokens from `start` up to `stop`, in each part of a shard."""
-    parts = [*(piece.tokens for piece in shard.earlier_pieces), shard.token_index[: shard.used_slots]]
+    parts = [*(piece.indices for piece in shard.earlier_pieces), shard.token_index[: shard.used_slots]]
     ends = torch.tensor([start, stop], device=shard.device)
-    return [tuple(torch.searchsorted(tokens, ends).tolist()) for tokens in parts]
+    return [tuple(torch.searchsorted(indices, ends).tolist()) for indices in parts]
 
 
 def _join(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) -> Tensor:

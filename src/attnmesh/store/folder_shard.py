@@ -197,18 +197,18 @@ class FolderShard(OrderedShard):
         """Write new tokens with this rank's heads after those in the last piece."""
         self._write_rows(new, None, (length, used), length + new_count)
 
-    def _append_rows(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+    def _append_rows(self, rows: Sequence[Tensor], indices: Tensor, length: int) -> None:
         """Write rows, piece by piece. If the process ends after a piece, the folder has all tokens of that piece."""
         done = 0
-        count = len(tokens)
+        count = len(indices)
         while True:
             if self.used_slots == PIECE_TOKENS and done < count:
                 self._next_piece()
             start = done
             done = min(count, done + PIECE_TOKENS - self.used_slots)
-            after = length if done == count else int(tokens[done])
+            after = length if done == count else int(indices[done])
             self._write_rows(
-                [new[:, :, start:done] for new in rows], tokens[start:done], (self.length, self.used_slots), after
+                [new[:, :, start:done] for new in rows], indices[start:done], (self.length, self.used_slots), after
             )
             if done == count:
                 return
@@ -226,11 +226,11 @@ class FolderShard(OrderedShard):
             self.journal.begin(base, length, self.chains[self.whole_count], end)
 
     def _write_rows(
-        self, rows: Sequence[Tensor], tokens: Tensor | None, length_and_used: tuple[int, int], length: int
+        self, rows: Sequence[Tensor], indices: Tensor | None, length_and_used: tuple[int, int], length: int
     ) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are the indices of the rows, by default the next ones. `length_and_used` are the tokens of all ranks
+        `indices` are those of the tokens, by default the next ones. `length_and_used` are the tokens of all ranks
         and those in the last piece before the call. `length` are the tokens of all ranks after it.
         """
         used = length_and_used[1]
@@ -240,26 +240,26 @@ class FolderShard(OrderedShard):
         try:
             self._mend(length_and_used)
             serial = self.journal.last.serial + 1
-            fields = self._fields(tokens, length, serial)
+            fields = self._fields(indices, length, serial)
             if native_append(self.kv_tensors, rows, self.token_index, self.device_counts, fields):
                 self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, new in zip(self.kv_tensors, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], new)
-            own_tokens = torch.arange(length - count, length, device="cpu") if tokens is None else tokens
-            self.token_index[used:stop] = own_tokens
+            own_indices = torch.arange(length - count, length, device="cpu") if indices is None else indices
+            self.token_index[used:stop] = own_indices
             self._record(used, stop, length, rows)
         except OSError as error:
             raise self._store_error(error) from error
         self._set(length, stop)
 
-    def _fields(self, tokens: Tensor | None, length: int, serial: int) -> bytes:
+    def _fields(self, indices: Tensor | None, length: int, serial: int) -> bytes:
         """Return what a native call needs to know of the files."""
         file, journal = self.piece.file, self.journal
         return FILE_FIELDS.pack(
             file.address,
             cpu_weights().data_ptr(),
-            0 if tokens is None else tokens.data_ptr(),
+            0 if indices is None else indices.data_ptr(),
             addressof(self.digest),
             addressof(self.sums.memory),
             file.handle,

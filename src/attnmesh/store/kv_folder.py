@@ -198,7 +198,7 @@ class KVFolder:
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [
-                *(piece.tokens for piece in shard.earlier_pieces),
+                *(piece.indices for piece in shard.earlier_pieces),
                 shard.token_index[: shard.used_slots].cpu(),
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
@@ -245,11 +245,11 @@ class KVFolder:
         """Return the ids of all tokens; None if they are unknown."""
         return ids_in(self.ids, self.manifest) if self.manifest.configs else None
 
-    def write_ids(self, tokens: Tensor) -> None:
+    def write_ids(self, ids: Tensor) -> None:
         """Write the ids of all tokens. The first rank writes them."""
         if self.is_first:
             try:
-                self.ids.write(tokens)
+                self.ids.write(ids)
             except OSError as error:
                 given, fix = f"{self.path} ({error.strerror})", "free space there: the keys are whole, the ids are not"
                 raise StoreError(self.subject, "a folder that can be written to", given, fix) from error

@@ -146,10 +146,10 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     fillers = [ShardFiller(alike, start, end, oldest_kept_token=start) for alike in by_heads.values()]
     for piece in pieces:
         file = piece.open()
-        tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
-        if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
+        index = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
+        if len(index) and (int(index.min()) < start or (int(index.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
         for filler in fillers:
-            filler.put(tokens, Axis(manifest.head_ranks, piece.head_rank), file.read, str(piece.path))
+            filler.put(index, Axis(manifest.head_ranks, piece.head_rank), file.read, str(piece.path))
     for filler in fillers:
         filler.check_all_filled(str(path))

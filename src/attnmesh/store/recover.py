@@ -136,9 +136,9 @@ class _Moves:
         counts_by_shard = {}
         for old in self._sent_by(self.mesh.shard_index):
             shard = _shard(self.old[layer], old)
-            tokens = shard.token_index[self._slots(layer, shard)]
-            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].own_shard.block_cyclic.turns]
-            counts_by_shard[str(old)] = [*counts, token_set_digest(tokens)]
+            indices = shard.token_index[self._slots(layer, shard)]
+            counts = [int(turn.holds(indices).sum()) for turn in self.new[layer].own_shard.block_cyclic.turns]
+            counts_by_shard[str(old)] = [*counts, token_set_digest(indices)]
         return counts_by_shard
 
     def _slots(self, layer: int, shard: CacheShard) -> slice:
@@ -172,10 +172,10 @@ class _Moves:
             for old, source, _ in self._common_heads(layer, self.mesh.shard_index, head_rank):
                 shard = _shard(self.old[layer], old)
                 own_slots = self._slots(layer, shard)
-                tokens = shard.token_index[own_slots]
-                slots = own_shard.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
+                indices = shard.token_index[own_slots]
+                slots = own_shard.block_cyclic.turns[index].holds(indices).nonzero().flatten()
                 kv = (x[:, source, own_slots].index_select(2, slots) for x in shard.kv_tensors)
-                sends[peer] += tokens[slots], *kv
+                sends[peer] += indices[slots], *kv
             for old, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
                 kv = (meta_like(x[:, target], count) for x in own_shard.kv_tensors)
@@ -185,9 +185,9 @@ class _Moves:
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
             for _, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
-                tokens = next(arrived)
-                slots = own_shard.turn.slot(tokens) - forgotten
-                own_shard.token_index.index_copy_(0, slots, tokens)
+                indices = next(arrived)
+                slots = own_shard.turn.slot(indices) - forgotten
+                own_shard.token_index.index_copy_(0, slots, indices)
                 for x in own_shard.kv_tensors:
                     x[:, target].index_copy_(2, slots, next(arrived))
         cache.local_shards.mark_present(self.length, token_mask, self.firsts[layer])

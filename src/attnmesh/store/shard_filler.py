@@ -41,19 +41,19 @@ class ShardFiller:
         own_indices = is_wanted.nonzero().flatten()
         if to.start >= to.stop or not len(own_indices):
             return
-        tokens = token_index[own_indices]
-        columns = self.turn.slot(tokens) - self.turn.count(self.start)
+        own_token_index = token_index[own_indices]
+        columns = self.turn.slot(own_token_index) - self.turn.count(self.start)
         if bool(self.is_filled[to, columns].any()) or len(columns.unique()) < len(columns):
             raise StoreError("load", "every token once", f"some twice in {file_name}", DAMAGED_FIX)
         self.is_filled[to, columns] = True
         file_head_count = file_heads.stop - file_heads.start
         device = self.first_shard.device
-        slots = (self.turn.slot(tokens) - self.forgotten).to(device)
+        slots = (self.turn.slot(own_token_index) - self.forgotten).to(device)
         for layer, shard in self.shards.items():
             for name, x in zip(kv_names(layer), shard.kv_tensors, strict=False):
                 rows = read(name, x.dtype, (len(x), file_head_count, len(token_index), x.shape[3]))
                 x[:, to].index_copy_(2, slots, rows[:, source, own_indices].to(device))
-            shard.token_index.index_copy_(0, slots, tokens.to(device))
+            shard.token_index.index_copy_(0, slots, own_token_index.to(device))
 
     def check_all_filled(self, name: str) -> None:
         """Raise unless each of this rank's heads and tokens was put."""

@@ -56,9 +56,9 @@ class TokenIds:
         self.written = ids_by_token[: self.journal.last.stop]
         return self.written.t().contiguous()
 
-    def write(self, tokens: Tensor) -> None:
-        """Replace the ids by `tokens`. Only ids from the first difference on are written."""
-        ids_by_token = tokens.t().cpu().contiguous()
+    def write(self, new_ids: Tensor) -> None:
+        """Replace the ids by `new_ids`. Only ids from the first difference on are written."""
+        ids_by_token = new_ids.t().cpu().contiguous()
         ids_before = self.written
         if not self.is_open:
             self.journal.open()
