@@ -61,13 +61,13 @@ def count_received_elements(shape: Shape) -> int:
     lengths = dict.fromkeys(("length", "key_length"), n * shape.ranks)
     layouts = dict.fromkeys(("layout", "key_layout"), am.Zigzag())
     options = call_options(mask=am.Full(), exchange="bulk", **layouts, **lengths)
-    tokens = torch.randn(1, 1, n, LATENT_RANK + ROTATED)
+    rows = torch.randn(1, 1, n, LATENT_RANK + ROTATED)
     with count_traffic() as traffic:
         attend_shards(
             AttentionArguments(q, k, v[..., :VALUES], None, None, options),
             RankMesh.of(mesh),
             None,
-            Latents(tokens, projection),
+            Latents(rows, projection),
         )
     return traffic.vectors
 

@@ -59,7 +59,7 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
 
     mode = torch.inference_mode() if problem.seed // 100 % 2 else torch.no_grad()
     with mode, mock.patch.object(prompt, "agreed_mesh_and_exchange", noted):
-        latents = None if whole is None else Latents(whole.tokens[:, :, mine], whole.projection)
+        latents = None if whole is None else Latents(whole.rows[:, :, mine], whole.projection)
         return attend_prompt(arguments, mesh, None, latents), chosen[0] if chosen else (problem.shape, "alone")
 
 

@@ -206,4 +206,4 @@ def _run_on_mesh(
             task = task_of(spec, q.shape[1], (q, k, v), widths).with_visible_keys(key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return run_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_partial)
+        return run_task(q, (k, v) if latents is None else (latents.rows,), task, sinks, other_partial)

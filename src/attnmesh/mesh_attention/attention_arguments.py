@@ -69,10 +69,10 @@ class AttentionOptions(NamedTuple):
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
-    def problem(self, mesh: RankMesh, tokens: QueryKeyCounts) -> Problem:
-        """Return the problem. `tokens` counts queries and keys of all ranks, where the options give no length."""
-        length = tokens[0] if self.length is None else self.length
-        key_length = tokens[1] if self.key_length is None else self.key_length
+    def problem(self, mesh: RankMesh, counts: QueryKeyCounts) -> Problem:
+        """Return the problem. `counts` are the queries and keys of all ranks, where the options give no length."""
+        length = counts[0] if self.length is None else self.length
+        key_length = counts[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
         layout, key_layout = (agreed_layout(layout, self.applied_mask, mesh) for layout in layouts)
         return Problem(
@@ -122,7 +122,7 @@ class AttentionArguments(NamedTuple):
         return TensorSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
-    def tokens(self) -> QueryKeyCounts:
+    def counts(self) -> QueryKeyCounts:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
 
@@ -130,8 +130,8 @@ class AttentionArguments(NamedTuple):
     def payload(self) -> CallPayload:
         """Numbers that this rank sends beside the text, without the digest."""
         if self.selected is None or not self.q.is_cpu or torch.compiler.is_compiling():
-            return CallPayload(*self.tokens, -1)
-        return CallPayload(*self.tokens, self.selected.highest())
+            return CallPayload(*self.counts, -1)
+        return CallPayload(*self.counts, self.selected.highest())
 
     def digest_of_some_keys(self) -> int:
         """Return a digest of some keys of the first head; 0 if they are all alike."""
@@ -207,10 +207,10 @@ def _check_layouts(options: AttentionOptions, ranks: int) -> None:
 def _check_lengths(arguments: AttentionArguments, ranks: int) -> None:
     """Raise unless lengths count tokens. On one rank its shard is the whole sequence."""
     lengths = {"length": arguments.options.length, "key_length": arguments.options.key_length}
-    for (name, length), tokens in zip(lengths.items(), arguments.tokens, strict=True):
+    for (name, length), count in zip(lengths.items(), arguments.counts, strict=True):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             fix = "count the tokens of all ranks as a Python int"
             raise ShapeError(f"attention {name}", "a whole number", repr(length), fix)
-        if ranks == 1 and length not in (None, tokens):
-            given, fix = f"{name}={length!r} with {tokens} tokens", f"leave {name} out on one device"
+        if ranks == 1 and length not in (None, count):
+            given, fix = f"{name}={length!r} with {count} tokens", f"leave {name} out on one device"
             raise ShapeError("attention", f"{name} to count the tokens given", given, fix)

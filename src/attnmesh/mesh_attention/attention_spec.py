@@ -71,25 +71,25 @@ def make_spec(
     mesh: RankMesh,
     options: AttentionOptions,
     sizes: TensorSizes,
-    tokens: QueryKeyCounts,
-    tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
+    counts: QueryKeyCounts,
+    counts_by_shard: tuple[QueryKeyCounts, ...] = (),
 ) -> AttentionSpec:
     """Return the spec, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
-    `tokens` counts queries and keys of all ranks together. `tokens_by_shard` counts those of each shard; it is empty
+    `counts` are the queries and keys of all ranks together, and `counts_by_shard` those of each shard; it is empty
     where ranks have not exchanged their counts.
 
     Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries.
     """
     index_block = sizes.index_block
-    problem = options.problem(mesh, tokens)
+    problem = options.problem(mesh, counts)
     try:
-        _check_shards(problem, tokens_by_shard)
+        _check_shards(problem, counts_by_shard)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_transpose_hint(
-            error, (sizes.q_heads, tokens[0]), (sizes.k_heads, tokens[1]), hint_first=True
+            error, (sizes.q_heads, counts[0]), (sizes.k_heads, counts[1]), hint_first=True
         ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
@@ -131,12 +131,12 @@ def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: 
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
 
 
-def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) -> None:
+def _check_shards(problem: Problem, counts_by_shard: Sequence[Sequence[int]]) -> None:
     """Raise unless every rank holds as many tokens as its layout gives it."""
     sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
     for index, (name, layout, length) in enumerate(sequences):
-        expected = [len(layout.positions(length, len(tokens_by_shard), shard)) for shard in range(len(tokens_by_shard))]
-        counts = [tokens[index] for tokens in tokens_by_shard]
+        expected = [len(layout.positions(length, len(counts_by_shard), shard)) for shard in range(len(counts_by_shard))]
+        counts = [shard_counts[index] for shard_counts in counts_by_shard]
         if counts != expected:
             fix = f"shard with am.shard and this layout, or correct {name}"
             given = f"{counts}, {sum(counts)} in all"

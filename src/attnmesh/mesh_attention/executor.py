@@ -292,19 +292,19 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 
 def _merge_returned(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into `total`, the partial of all of them."""
-    for tokens, part in parts:
-        merged = select_tokens(total, tokens)
+    for indices, part in parts:
+        merged = select_tokens(total, indices)
         merge_into(Partial(*merged), Partial(*part))
-        if is_run(tokens):
+        if is_run(indices):
             continue  # they were taken as views
         for into, x in zip(total, merged, strict=True):
-            into.index_copy_(2, index_on(tokens, x.device), x)
+            into.index_copy_(2, index_on(indices, x.device), x)
 
 
 def _add_returned(parts: Returned, totals: Tensors) -> None:
-    for tokens, part in parts:
+    for indices, part in parts:
         for total, x in zip(totals, part, strict=True):
-            total.index_add_(2, index_on(tokens, x.device), x)
+            total.index_add_(2, index_on(indices, x.device), x)
 
 
 def _add(sums: Tensors, terms: Tensors) -> None:

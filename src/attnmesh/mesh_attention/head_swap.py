@@ -78,9 +78,9 @@ class HeadAllToAll:
         arrived = [computed.query_tensors + computed.key_tensors]
         if self.channel.axis.size > 1:
             parts = []
-            for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = select_tokens(computed.key_tensors, k_tokens) if computed.key_tensors else ()
-                parts.append(select_tokens(computed.query_tensors, q_tokens) + keys)
+            for q_indices, k_indices in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
+                keys = select_tokens(computed.key_tensors, k_indices) if computed.key_tensors else ()
+                parts.append(select_tokens(computed.query_tensors, q_indices) + keys)
             finish = self.channel.begin_all_to_all(parts, views)
             del computed, arrived, parts
             yield

@@ -116,7 +116,7 @@ class LatentWidths(NamedTuple):
 class Latents(NamedTuple):
     """Latents of some tokens, and their projection."""
 
-    tokens: Tensor
+    rows: Tensor
     """(batch, 1, tokens, rank + rotated columns)."""
     projection: Projection
 
@@ -124,4 +124,4 @@ class Latents(NamedTuple):
     def widths(self) -> LatentWidths:
         """Columns that are projected, and rotated ones."""
         projected = self.projection.latent_width
-        return LatentWidths(projected, self.tokens.shape[3] - projected)
+        return LatentWidths(projected, self.rows.shape[3] - projected)

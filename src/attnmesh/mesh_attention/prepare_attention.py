@@ -76,10 +76,10 @@ def _spec_of_assumed_counts(mesh: RankMesh, arguments: AttentionArguments, check
     """Return the spec of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_arguments(mesh, arguments, checked)
     payload, options = arguments.payload, arguments.options
-    tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
+    counts = payload.queries * mesh.ranks, payload.keys * mesh.ranks
     if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
-        tokens = options.length, options.length
-    spec = make_spec(mesh, options, arguments.sizes, tokens)._replace(counts_assumed=options.length is None)
+        counts = options.length, options.length
+    spec = make_spec(mesh, options, arguments.sizes, counts)._replace(counts_assumed=options.length is None)
     spec.check_highest_selected(payload.highest_selected)
     return spec
 
@@ -95,7 +95,7 @@ def _prepare_uncompared(
         spec = cached_spec(mesh, arguments.options, arguments.sizes, (length, length))
         spec.check_highest_selected(arguments.payload.highest_selected)
         try:
-            spec.check_own_shard(*arguments.tokens)
+            spec.check_own_shard(*arguments.counts)
         except ShapeError as error:
             raise with_transpose_hint(error, heads_and_length(arguments.q), heads_and_length(arguments.k)) from None
         known = PreparedAttention(spec)
@@ -125,9 +125,9 @@ def _prepare_compared(
     if known is not None and comparison is not None and comparison.payloads_by_shard == table:
         return known
     payloads = [CallPayload(*numbers) for numbers in table]
-    tokens = tuple((payload.queries, payload.keys) for payload in payloads)
-    queries, keys = map(sum, zip(*tokens, strict=True))
-    spec = cached_spec(mesh, arguments.options, arguments.sizes, (queries, keys), tokens)
+    counts_by_shard = tuple((payload.queries, payload.keys) for payload in payloads)
+    queries, keys = map(sum, zip(*counts_by_shard, strict=True))
+    spec = cached_spec(mesh, arguments.options, arguments.sizes, (queries, keys), counts_by_shard)
     spec.check_highest_selected(max(payload.highest_selected for payload in payloads))
     _warn_of_whole_keys([payload.digest for payload in payloads])
     known_payloads = [[*payload._replace(digest=0)] for payload in payloads]  # a call that is known sends no digest

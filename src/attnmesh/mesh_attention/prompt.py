@@ -41,7 +41,7 @@ def attend_prompt(
     options = arguments.options
     if mesh.keys.size > 1 and mesh.queries.size == 1 and arguments.selected is None:
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        problem = options.problem(mesh, arguments.tokens)
+        problem = options.problem(mesh, arguments.counts)
         widths = None if latents is None else latents.widths
         mesh, exchange = agreed_mesh_and_exchange(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
         arguments = arguments._replace(options=options._replace(exchange=exchange))

@@ -128,9 +128,9 @@ def _new_task(
     own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
     group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
     groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
-    tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
+    counts = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
     one = torch.empty(1, dtype=dtype, device=device)
-    whole = zip(shapes, tokens, strict=True)  # tensors of the whole chunk
+    whole = zip(shapes, counts, strict=True)  # tensors of the whole chunk
     q, k, v = (one.expand(*shape[:2], count, shape[3]) for shape, count in whole)
     steps = []
     gathers = zip(own_schedule.key_steps, own_schedule.gradient_steps, own_schedule.bands, strict=True)

@@ -108,8 +108,8 @@ def _attend_latents(
     """Return this rank's out where latents travel."""
     said = problem.lengths if problem.say_length else (None, None)
     options = problem.options(*said)
-    tokens, projection = problem.latents()
+    rows, projection = problem.latents()
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():
         arguments = AttentionArguments(*shards, None, options, selected)
-        return attend_shards(arguments, RankMesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()
+        return attend_shards(arguments, RankMesh.of(mesh), checked, Latents(rows[:, :, keys].cuda(), moved)).cpu()

@@ -55,10 +55,10 @@ class MeshProblem:
         """Latents of all tokens. Each column of a key or value is one of a latent's, so expanding does not round."""
         generator = torch.Generator().manual_seed(self.seed)
         plain, values = self.widths[0] - self.widths[0] // 2, self.widths[1]
-        tokens = torch.randn(self.batch, 1, self.lengths[1], self.RANK + self.widths[0] // 2, generator=generator)
+        rows = torch.randn(self.batch, 1, self.lengths[1], self.RANK + self.widths[0] // 2, generator=generator)
         columns = torch.randint(self.RANK, (self.heads[1], plain + values), generator=generator)
         matrix = torch.nn.functional.one_hot(columns, self.RANK).to(self.dtype)
-        return Latents(tokens.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
+        return Latents(rows.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
 
     def options(self, length: int | None = None, key_length: int | None = None) -> AttentionOptions:
         """Options of the call, with lengths if it says any."""
@@ -74,7 +74,7 @@ class MeshProblem:
         tensors = [torch.randn(self.batch, *shape, generator=generator) for shape in shapes]
         if self.latent:
             latents = self.latents()
-            tensors[1:3] = latents.projection.expand(latents.tokens)
+            tensors[1:3] = latents.projection.expand(latents.rows)
         return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
 
 
@@ -118,7 +118,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         softcap=random.choice(CAPS),
     )
     if random.random() < 0.15:
-        layouts = [_split(random, tokens, ranks) for tokens in problem.lengths]
+        layouts = [_split(random, length, ranks) for length in problem.lengths]
         problem = replace(problem, layouts=(layouts[0], layouts[1] if cross else layouts[0]))
     if random.random() < 0.25:
         first = _packed(random, problem.lengths[0], shape, problem.mask)
@@ -205,8 +205,8 @@ def run_problem(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
         arguments = AttentionArguments(*inputs[:3], sink, None, problem.options(*said), selected)
-        tokens, projection = problem.latents()
-        return [attend_shards(arguments, RankMesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
+        rows, projection = problem.latents()
+        return [attend_shards(arguments, RankMesh.of(mesh), None, Latents(rows[:, :, mine[1]], projection)).cpu()]
     options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}
     learned = inputs if bias is None else [*inputs, bias]
     out = am.attention(*inputs[:3], mesh=mesh, **options, **lengths)
