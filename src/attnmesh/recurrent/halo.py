@@ -21,7 +21,7 @@ from attnmesh.comm.p2p import Channel
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
-from attnmesh.recurrent.head_exchange import first_tokens, own_token_count
+from attnmesh.recurrent.head_exchange import first_indices, own_token_count
 from attnmesh.runtime.operators import custom_operator
 
 Segment = tuple[int, int, int]
@@ -132,8 +132,8 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
     # Also with nothing to send: the first exchange along an axis is collective.
     finish = Channel(axis, x.device).begin_messages(sends, wanted, "exchanging halos")
     for source, arrived in finish().items():
-        for into, tokens in zip(targets[source], arrived, strict=True):
-            into.add_(tokens)
+        for into, part in zip(targets[source], arrived, strict=True):
+            into.add_(part)
 
 
 def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
@@ -148,7 +148,7 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
     (1, 0, 1) -> (2, 1, 1)
     """
     starts = [0, *accumulate(lengths)]
-    first = first_tokens(owners, lengths)
+    first = first_indices(owners, lengths)
     halo_counts = dict.fromkeys(owners, 0)  # halos before this one on its rank
     for part, target in enumerate(owners):
         begin = starts[part] - size  # in the sequence

@@ -34,8 +34,8 @@ def tokens_to_heads(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
 
 def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return (batch, own tokens, ranks, width), from (batch, all tokens, width) of each rank's share."""
-    tokens: Tensor = heads_op(x, True, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
-    return tokens
+    own: Tensor = heads_op(x, True, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    return own
 
 
 def _fake_heads(
@@ -65,12 +65,12 @@ def heads_op(
     token_counts = [own_token_count(rank, owners, lengths) for rank in range(axis.size)]
     if to_tokens:
         parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
-            parts[owner].append(tokens)
+        for owner, part in zip(owners, x.split([*lengths], 1), strict=True):
+            parts[owner].append(part)
         own_lengths = [token_counts[axis.index]] * axis.size
-        return torch.stack(all_to_all_tokens([torch.cat(tokens, 1) for tokens in parts], own_lengths, axis, dim=1), 2)
+        return torch.stack(all_to_all_tokens([torch.cat(owned, 1) for owned in parts], own_lengths, axis, dim=1), 2)
     shares = all_to_all_tokens(x.unbind(2), token_counts, axis, dim=1)
-    runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
+    runs = zip(owners, first_indices(owners, lengths), lengths, strict=True)
     return torch.cat([shares[owner].narrow(1, first, length) for owner, first, length in runs], 1)
 
 
@@ -79,7 +79,7 @@ def own_token_count(rank: int, owners: Sequence[int], lengths: Sequence[int]) ->
     return sum(length for owner, length in zip(owners, lengths, strict=True) if owner == rank)
 
 
-def first_tokens(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def first_indices(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the index of each part's first token on its rank."""
     counts = dict.fromkeys(owners, 0)
     indices = []
