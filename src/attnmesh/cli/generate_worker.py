@@ -169,7 +169,7 @@ class _Generation:
         with count_traffic() as traffic:
             output = hf.generate(self.model, ids, cache=cache, streamer=streamer, **self.images, **self.options)
         seconds = perf_counter() - start
-        tokens = output[0, ids.shape[1] :].tolist()
+        new_ids = output[0, ids.shape[1] :].tolist()
         new_tokens = max(1, output.shape[1] - self.reached.shape[1])
         axes = world_mesh().axes
         rank_figures = cache.held, cache.held_bytes, weights_in_memory(self.model), traffic.bytes // new_tokens
@@ -178,9 +178,9 @@ class _Generation:
         )
         merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return GenerateResult(
-            tokens=tokens,
+            tokens=new_ids,
             ended="length"
-            if len(tokens) == self.options["max_new_tokens"] and not self.has_stopped(tokens)
+            if len(new_ids) == self.options["max_new_tokens"] and not self.has_stopped(new_ids)
             else "stop",
             prompt_tokens=ids.shape[1],
             load_seconds=self.load_seconds,
@@ -200,7 +200,7 @@ class _Generation:
         ends = self.model.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
 
-    def has_stopped(self, tokens: list[int]) -> bool:
+    def has_stopped(self, ids: list[int]) -> bool:
         """Return whether new tokens end with one that ends answers, or with a stop string."""
         criteria = self.options.get("stopping_criteria", ())
-        return tokens[-1] in self.ends or any(criterion.text.stopped for criterion in criteria)
+        return ids[-1] in self.ends or any(criterion.text.stopped for criterion in criteria)

@@ -37,8 +37,8 @@ class DiffusionWorkload:
     def record(self, length: int) -> dict[str, str]:
         """Return how `length` tokens come about, and the source of the numbers, as a JSON object."""
         text = f"and {self.text_tokens} of text" if self.text_tokens else "without text"
-        tokens = f"{' x '.join(map(str, self.grid))} {text}" if length == self.length else "given by --length"
-        return {"tokens": tokens, "source": self.source}
+        how = f"{' x '.join(map(str, self.grid))} {text}" if length == self.length else "given by --length"
+        return {"tokens": how, "source": self.source}
 
 
 def _grid(frames: int, height: int, width: int, time: int, space: int) -> tuple[int, int, int]:
