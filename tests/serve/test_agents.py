@@ -109,11 +109,11 @@ class Scripted(ThreadWorld):
         self.prompts: dict[int, list[str]] = defaultdict(list)
         self.tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
         self.marks = [(id, 100) for id in self.tokenizer.convert_tokens_to_ids(list(MARKS))]
-        self.tokens = GrammarTokens(self.tokenizer)
+        self.grammar_tokens = GrammarTokens(self.tokenizer)
         self.model = families.model("llama", "attnmesh", vocab_size=len(self.tokenizer), **SIZES)
 
     def run(self, address: str) -> None:
-        made = Engine(self.model, None, max_rows=DIALOGUES, tokens_end=[256], grammars=self.tokens)
+        made = Engine(self.model, None, max_rows=DIALOGUES, tokens_end=[256], grammars=self.grammar_tokens)
         self.engine: Any = made
         self.submit, made.submit = made.submit, self.submit_scripted  # type: ignore[method-assign]
         serve_rank_0(made, address, self.engine_sizes)
@@ -217,7 +217,7 @@ WAYS: list[Callable[[openai.AsyncOpenAI, str], Any]] = [
 def scripted() -> Iterator[Scripted]:
     made = Scripted({number: dialogue(number) for number in range(DIALOGUES)})
     yield made
-    made.tokens.close()
+    made.grammar_tokens.close()
 
 
 @pytest.fixture(scope="module")

@@ -241,11 +241,11 @@ SERVED: list[dict[str, Any]] = [
 
 
 def test_schemas_that_end_make_grammars() -> None:
-    tokens = GrammarTokens(BYTES)
+    grammar_tokens = GrammarTokens(BYTES)
     for schema in SERVED:
         grammars.check_schema_size(AskedGrammar(content=schema, field="response_format"))
-        grammars.check_grammar(tokens, Grammar(Rules({}).alone(schema)))
-    tokens.close()
+        grammars.check_grammar(grammar_tokens, Grammar(Rules({}).alone(schema)))
+    grammar_tokens.close()
 
 
 def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,4 +280,4 @@ def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyP
         assert all(one.daemon for one in threads)
         made.close()
         with pytest.raises(RuntimeError, match="shutdown"):
-            made._tokens.result().begin(Grammar('start: "a"'), [])  # type: ignore[union-attr]
+            made._grammar_tokens.result().begin(Grammar('start: "a"'), [])  # type: ignore[union-attr]

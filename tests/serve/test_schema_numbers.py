@@ -57,15 +57,15 @@ def test_numbers_of_strict_tools_are_refused_too() -> None:
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Iterator[GrammarTokens]:
+def grammar_tokens() -> Iterator[GrammarTokens]:
     made = GrammarTokens(BYTES)
     yield made
     made.close()
 
 
-def only_text(tokens: GrammarTokens, schema: Any) -> str:
+def only_text(grammar_tokens: GrammarTokens, schema: Any) -> str:
     """Return the one text that follows a schema."""
-    state, ids = tokens.begin(Grammar(Rules({}).alone(schema)), [END]), list[int]()
+    state, ids = grammar_tokens.begin(Grammar(Rules({}).alone(schema)), [END]), list[int]()
     while not (mask := state.mask()).is_whole:
         (id,) = mask.allowed.nonzero().flatten().tolist()
         ids.append(id)
@@ -88,12 +88,12 @@ NUMBERS = (
 @example(-8_000_000_000_000_000_000)
 @example(1e22)
 @example(5e-324)
-def test_a_number_that_is_served_is_written_exactly(tokens: GrammarTokens, number: int | float) -> None:
+def test_a_number_that_is_served_is_written_exactly(grammar_tokens: GrammarTokens, number: int | float) -> None:
     try:
         check_numbers("f", {"const": number})
     except Refused:
         assume(False)
-    assert Decimal(only_text(tokens, {"const": number})) == Decimal(repr(number))
+    assert Decimal(only_text(grammar_tokens, {"const": number})) == Decimal(repr(number))
 
 
 @pytest.mark.parametrize("number", [0, -1, 0.1, 25.99, 1e22, 1 << 53, -(1 << 53), 10**18, (1 << 63) - 1])
@@ -101,9 +101,9 @@ def test_common_numbers_are_served(number: int | float) -> None:
     check_numbers("f", {"const": number, "enum": [[number, True], {"a": number}]})
 
 
-def fits(tokens: GrammarTokens, schema: Any, number: int) -> bool:
+def fits(grammar_tokens: GrammarTokens, schema: Any, number: int) -> bool:
     """Return whether a number follows a schema."""
-    matcher = tokens.matcher(Rules({}).alone(schema))
+    matcher = grammar_tokens.matcher(Rules({}).alone(schema))
     ids = ids_of(json.dumps(number))
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
@@ -112,14 +112,18 @@ def fits(tokens: GrammarTokens, schema: Any, number: int) -> bool:
 @example((1 << 63) - 1, "maximum")
 @example((1 << 53) - 1, "exclusiveMaximum")
 @example(-8.110693713770806e16, "minimum")
-def test_a_bound_that_is_served_is_where_it_is_said(tokens: GrammarTokens, bound: int | float, keyword: str) -> None:
+def test_a_bound_that_is_served_is_where_it_is_said(
+    grammar_tokens: GrammarTokens, bound: int | float, keyword: str
+) -> None:
     schema = {"type": "integer", keyword: bound}
     try:
         check_numbers("f", schema)
     except Refused:
         assume(False)
-    assume(not tokens.matcher(Rules({}).alone(schema)).is_error())  # refused by its schema
+    assume(not grammar_tokens.matcher(Rules({}).alone(schema)).is_error())  # refused by its schema
     exact = Decimal(repr(bound))
     for number in {int(exact) + step for step in (-1, 0, 1)}:
         inside = number >= exact if "inimum" in keyword else number <= exact
-        assert fits(tokens, schema, number) == (inside and not (keyword.startswith("exclusive") and number == exact))
+        assert fits(grammar_tokens, schema, number) == (
+            inside and not (keyword.startswith("exclusive") and number == exact)
+        )

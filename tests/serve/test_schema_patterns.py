@@ -19,15 +19,15 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Iterator[GrammarTokens]:
+def grammar_tokens() -> Iterator[GrammarTokens]:
     made = GrammarTokens(BYTES)
     yield made
     made.close()
 
 
-def fits(tokens: GrammarTokens, schema: Any, text: str) -> bool:
+def fits(grammar_tokens: GrammarTokens, schema: Any, text: str) -> bool:
     """Return whether a text follows a schema."""
-    matcher, ids = tokens.matcher(Rules({}).alone(schema)), ids_of(text)
+    matcher, ids = grammar_tokens.matcher(Rules({}).alone(schema)), ids_of(text)
     assert not matcher.is_error(), matcher.get_error()
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
@@ -50,7 +50,7 @@ SIGNS = '"\\\n\t\x01\x1f /[]a5-&~é\x7f'
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_text_follows_its_pattern_and_others_do_not(tokens: GrammarTokens, name: str) -> None:
+def test_a_text_follows_its_pattern_and_others_do_not(grammar_tokens: GrammarTokens, name: str) -> None:
     pattern = PATTERNS[name]
     checked_divisors("f", {"type": "string", "pattern": pattern})
     for sign in SIGNS:
@@ -58,14 +58,14 @@ def test_a_text_follows_its_pattern_and_others_do_not(tokens: GrammarTokens, nam
         text = f'"{escaped or (sign if sign >= " " else f"{chr(92)}u{ord(sign):04x}")}"'
         assert json.loads(text) == sign
         matches = re.search(pattern, sign) is not None
-        assert fits(tokens, {"type": "string", "pattern": pattern}, text) == matches, sign
+        assert fits(grammar_tokens, {"type": "string", "pattern": pattern}, text) == matches, sign
         names = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
-        assert fits(tokens, names, f"{{{text}: 1}}") == matches, sign
+        assert fits(grammar_tokens, names, f"{{{text}: 1}}") == matches, sign
 
 
-def test_classes_by_name_have_no_quotes_that_they_exclude(tokens: GrammarTokens) -> None:
+def test_classes_by_name_have_no_quotes_that_they_exclude(grammar_tokens: GrammarTokens) -> None:
     for text, matches in ((r'"\""', False), (r'"\\"', False), ('"a"', True), (r'"\n"', True)):
-        assert fits(tokens, {"type": "string", "pattern": r"^\P{P}$"}, text) == matches
+        assert fits(grammar_tokens, {"type": "string", "pattern": r"^\P{P}$"}, text) == matches
 
 
 def test_only_patterns_are_rewritten() -> None:
@@ -90,10 +90,10 @@ def test_what_dialects_read_in_several_ways_is_refused_by_its_field(pattern: str
         assert raised.value.param == field
 
 
-def test_the_cause_of_a_pattern_that_is_none_is_told(tokens: GrammarTokens) -> None:
+def test_the_cause_of_a_pattern_that_is_none_is_told(grammar_tokens: GrammarTokens) -> None:
     for pattern, cause in (("(", "unclosed group"), (r"^\cA$", "unrecognized escape sequence")):
         with pytest.raises(GrammarError, match=f"regex parse error: {cause}"):
-            tokens.begin(Grammar(Rules({}).alone({"type": "string", "pattern": pattern})), [END])
+            grammar_tokens.begin(Grammar(Rules({}).alone({"type": "string", "pattern": pattern})), [END])
     asked = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "string", "pattern": "("}}}
     with grammars_of(BYTES) as (made, _), pytest.raises(Refused, match="unclosed group"):
         grammar_of(made, response_format=asked)

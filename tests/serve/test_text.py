@@ -44,7 +44,7 @@ def whole(ids: list[int]) -> str:
 def test_pieces_join_to_the_text_of_all_tokens(ids: list[int]) -> None:
     found, text = pieces(ids, ())
     assert "".join(piece.text for piece in found) == whole(ids)
-    sent = [token.id for piece in found for _, token in piece.tokens]
+    sent = [token.id for piece in found for _, token in piece.sent_tokens]
     assert [id for id in sent if id < 256] == [id for id in ids if id < 256]
     assert not text.stopped
 
@@ -137,7 +137,7 @@ def said_after(tokenizer: Any, prompt: list[int], ids: list[int]) -> tuple[str, 
     for id in ids:
         found.append(text.add(SentToken(id)))
     found.append(text.end())
-    return "".join(one.text for one in found), [token for one in found for token in one.tokens]
+    return "".join(one.text for one in found), [token for one in found for token in one.sent_tokens]
 
 
 def test_an_answer_goes_on_with_the_prompts_last_word() -> None:

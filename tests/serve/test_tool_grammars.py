@@ -40,9 +40,9 @@ KINDS = [
 def test_calls_are_forced_as_each_family_writes_them(name: str, number: int, special: bool) -> None:
     tokenizer, draw = tokenizer_of(name, number, special=special), Random(7)
     both, named = [tool(), tool("weather.2")], {"type": "function", "function": {"name": "weather.2"}}
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         for choice in ("required", named):
-            text = walk(tokens, grammar_of(made, tools=both, tool_choice=choice), tokenizer, draw)
+            text = walk(grammar_tokens, grammar_of(made, tools=both, tool_choice=choice), tokenizer, draw)
             calls, content = calls_of(tokenizer, text)
             assert calls, text
             assert content == "", text
@@ -53,11 +53,11 @@ def test_calls_are_forced_as_each_family_writes_them(name: str, number: int, spe
         auto = grammar_of(made, tools=[tool(strict=True), tool("weather.2")])
         bad = text.replace("weather.2", "weather.3")
         before = "" if name in ("harmony", "llama") else "Hm <"
-        tokens.begin(auto, [], tokenizer(before + text)["input_ids"])
+        grammar_tokens.begin(auto, [], tokenizer(before + text)["input_ids"])
         with pytest.raises(GrammarError, match="an answer that follows it"):
-            tokens.begin(auto, [], tokenizer(before + bad)["input_ids"])
+            grammar_tokens.begin(auto, [], tokenizer(before + bad)["input_ids"])
         said = "<|channel|>final<|message|>Hm." if name == "harmony" else "Hm."
-        tokens.begin(auto, [], tokenizer(said)["input_ids"])
+        grammar_tokens.begin(auto, [], tokenizer(said)["input_ids"])
 
 
 def one_of(schema: Any) -> dict[str, Any]:
@@ -86,9 +86,9 @@ WRITTEN = {
 def test_what_a_grammar_of_calls_lets_through_is_a_call(name: str, schema: Any, arguments: str) -> None:
     tokenizer = tokenizer_of(name, special=False)
     text = WRITTEN[name].replace("$all", arguments).replace("$value", arguments[len('{"a": ') : -1])
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
-        assert tokens.begin(grammar, [END], tokenizer(text)["input_ids"]).mask().allowed[END]
+        assert grammar_tokens.begin(grammar, [END], tokenizer(text)["input_ids"]).mask().allowed[END]
     ((call,), content) = calls_of(tokenizer, text)
     assert (call.arguments, content) == (arguments, "")
     earlier = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
@@ -106,11 +106,11 @@ def test_each_format_has_a_shape_or_is_refused_by_name() -> None:
 def test_texts_without_quotes_may_be_any() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}]}}}
     tokenizer = tokenizer_of("qwen_coder", special=True)
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
         text = '<tool_call>\n<function=weather>\n<parameter=a>\n</b> "é"\n\n</parameter>\n'
         text += '<parameter=b>\n"x"\n</parameter>\n</function>\n</tool_call>'
-        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        state = grammar_tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
         assert END in state.mask().allowed.nonzero()
         for kind, field in (("pattern", "properties.a.pattern"), ("maxLength", "properties.a.maxLength")):
             bad = {"type": "object", "properties": {"a": {"type": "string", kind: {"pattern": "x"}.get(kind, 3)}}}
@@ -119,10 +119,10 @@ def test_texts_without_quotes_may_be_any() -> None:
             assert raised.value.param == f"tools[0].function.parameters.{field}"
 
 
-def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:
+def fits(grammar_tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:
     """Return whether an answer may be a text."""
     try:
-        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        state = grammar_tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
         return bool(state.mask().allowed[END])
     except GrammarError:
         return False
@@ -134,10 +134,10 @@ def test_texts_without_quotes_end_where_readers_end_them(name: str, special: boo
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tokenizer, shape = tokenizer_of(name, special=special), CALL_SHAPES[name][0]
     mark = shape.pair.split("$value")[1].strip("\n")
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
-        assert fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", "x <y"))
-        assert not fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", f"x{mark}y"))
+        assert fits(grammar_tokens, grammar, tokenizer, PAIRED[name].replace("$value", "x <y"))
+        assert not fits(grammar_tokens, grammar, tokenizer, PAIRED[name].replace("$value", f"x{mark}y"))
         asked = schema | {"properties": {"a": {"type": "string", "enum": [f"x{mark}y"]}}}
         with pytest.raises(Refused, match="enum: expected texts"):
             grammar_of(made, tools=[tool(parameters=asked)], tool_choice="required")
@@ -149,14 +149,14 @@ def test_texts_may_be_null_where_the_schema_takes_it(name: str) -> None:
     either = [{"type": ["string", "null"]}, {"anyOf": [{"type": "string", "title": "A"}, {"type": "null"}]}]
     chosen: list[dict[str, Any]] = [{"type": ["string", "null"], "enum": ["x", None]}]
     text, bare = PAIRED[name], PAIRED[name].replace('string="true"', 'string="false"')
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         for schema in either + chosen:
             tools = [tool(parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]})]
             grammar = grammar_of(made, tools=tools, tool_choice="required")
-            assert fits(tokens, grammar, tokenizer, text.replace("$value", "x"))
-            assert fits(tokens, grammar, tokenizer, text.replace("$value", "y")) == (schema in either)
+            assert fits(grammar_tokens, grammar, tokenizer, text.replace("$value", "x"))
+            assert fits(grammar_tokens, grammar, tokenizer, text.replace("$value", "y")) == (schema in either)
             null = bare.replace("$value", "null")
-            assert fits(tokens, grammar, tokenizer, null)
+            assert fits(grammar_tokens, grammar, tokenizer, null)
             split = find_formats(tokenizer).parts(tools, "")
             assert split is not None
             (call,) = parts_of(tokenizer, split(), tokenizer(null)["input_ids"])
@@ -173,9 +173,9 @@ def test_content_in_a_format_may_quote_a_call(name: str, special: bool) -> None:
     tokenizer = tokenizer_of(name, special=special)
     call = PAIRED[name].replace("<parameter=a>\n$value\n</parameter>\n", "").replace("\n", "")
     content = json.dumps({"a": call})
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         grammar = grammar_of(made, tools=[tool()], response_format={"type": "json_object"})
-        state = tokens.begin(grammar, [END], ids_of(content))
+        state = grammar_tokens.begin(grammar, [END], ids_of(content))
         assert END in state.mask().allowed.nonzero()
     split = find_formats(tokenizer).parts([tool()], "", either=True)
     assert split is not None
@@ -185,14 +185,14 @@ def test_content_in_a_format_may_quote_a_call(name: str, special: bool) -> None:
 
 def test_formats_whose_calls_look_like_content_are_refused_beside_it() -> None:
     tokenizer, asked = tokenizer_of("llama", special=True), {"response_format": {"type": "json_object"}}
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         for tools in ([tool()], [tool(strict=True)]):
             with pytest.raises(Refused, match=r"response_format: expected none beside tools.*tool_choice") as raised:
                 grammar_of(made, tools=tools, **asked)
             assert raised.value.param == "response_format"
         for choice in ("none", "required"):
             grammar = grammar_of(made, tools=[tool()], tool_choice=choice, **asked)
-            assert fits(tokens, grammar, tokenizer, '{"name": "Ann"}') == (choice == "none")
+            assert fits(grammar_tokens, grammar, tokenizer, '{"name": "Ann"}') == (choice == "none")
 
 
 NOT_IN_PAIRS: dict[str, dict[str, Any]] = {
@@ -225,14 +225,14 @@ THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think
 @pytest.mark.parametrize(("end", "is_thinking", "may_think"), THOUGHTS)
 def test_a_grammar_begins_where_thoughts_end(end: str, is_thinking: bool, may_think: bool) -> None:
     tokenizer = byte_tokenizer("{{ messages }}<think></think>")
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         grammar = grammar_of(made, end, response_format={"type": "json_object"})
         assert (grammar.is_thinking, bool(grammar.thought_begin)) == (is_thinking, may_think)
-        first = allowed(tokens.begin(grammar, [END]))
+        first = allowed(grammar_tokens.begin(grammar, [END]))
         assert ("{" in first, "<" in first, "END" in first) == (True, is_thinking or may_think, False)
         thought = "" if is_thinking else "<think>"
         if is_thinking or may_think:
-            state = tokens.begin(grammar, [END], ids_of(f"{thought}Hm {{</think>\n\n"))
+            state = grammar_tokens.begin(grammar, [END], ids_of(f"{thought}Hm {{</think>\n\n"))
             assert allowed(state) == {"{"}
 
 
@@ -240,14 +240,14 @@ def test_harmony_thinks_in_a_channel_of_its_own() -> None:
     tokenizer = tokenizer_of("harmony", special=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
     thought = f"{CHANNELS.begin}Hm{CHANNELS.end}"
-    with grammars_of(tokenizer) as (made, tokens):
+    with grammars_of(tokenizer) as (made, grammar_tokens):
         asked = {"tools": [tool()], "response_format": {"type": "json_object"}}
         for before in ("", thought):
             grammar = grammar_of(made, CHANNELS.end, **asked)
             for answer in ('<|channel|>final<|message|>{"a": 1}', f"<|channel|>{calls_head('weather')}"):
-                tokens.begin(grammar, [END], tokenizer(before + answer)["input_ids"])
+                grammar_tokens.begin(grammar, [END], tokenizer(before + answer)["input_ids"])
             with pytest.raises(GrammarError):
-                tokens.begin(grammar, [END], tokenizer(before + "<|channel|>final<|message|>Hm")["input_ids"])
+                grammar_tokens.begin(grammar, [END], tokenizer(before + "<|channel|>final<|message|>Hm")["input_ids"])
 
 
 def calls_head(name: str) -> str:

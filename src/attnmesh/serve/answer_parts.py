@@ -150,9 +150,9 @@ class AnswerParts:
         """True while what comes is what the model thinks."""
         return self.text.is_thought
 
-    def add(self, text: str, tokens: Iterable[tuple[int, SentToken]] = ()) -> list[AnswerPart]:
-        """Return the parts that more text makes certain. `tokens` begin in it, each at its place in all text."""
-        self.text.add(text, [place for place, token in tokens if token.id in self.special])
+    def add(self, text: str, sent_tokens: Iterable[tuple[int, SentToken]] = ()) -> list[AnswerPart]:
+        """Return the parts that more text makes certain. `sent_tokens` begin in it, each at its place in all text."""
+        self.text.add(text, [place for place, token in sent_tokens if token.id in self.special])
         return [*self._with_edges(self._parts())]
 
     def end(self) -> list[AnswerPart]:

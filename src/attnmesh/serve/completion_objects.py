@@ -70,7 +70,7 @@ class CompletionObjects:
         shown = (
             None
             if self.top is None
-            else {"content": [self._logprob(token) for _, token in piece.tokens], "refusal": None}
+            else {"content": [self._logprob(token) for _, token in piece.sent_tokens], "refusal": None}
         )
         delta = ({"content": piece.text} if piece.text else {}) if delta is None else delta
         return {**shared, "delta": delta, "logprobs": shown}
@@ -93,12 +93,12 @@ class CompletionObjects:
         return {"token": self.spelling.spell(id), "logprob": logprob, "bytes": data}
 
     def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
-        tokens = [token for _, token in piece.tokens]
+        sent = [token for _, token in piece.sent_tokens]
         return {
-            "tokens": [self.spelling.spell(token.id, RAW) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [index for index, _ in piece.tokens],
+            "tokens": [self.spelling.spell(token.id, RAW) for token in sent],
+            "token_logprobs": [token.logprob for token in sent],
+            "top_logprobs": [self._top(token) for token in sent],
+            "text_offset": [index for index, _ in piece.sent_tokens],
         }
 
     def _top(self, token: SentToken) -> dict[str, float | None]:

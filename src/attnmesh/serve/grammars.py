@@ -90,36 +90,38 @@ class Grammars:
         )
         self._tokenizer = tokenizer
         self._room = asyncio.Semaphore(GRAMMAR_THREADS)
-        self._tokens: Future[GrammarTokens] | None = None
+        self._grammar_tokens: Future[GrammarTokens] | None = None
 
     def start(self) -> None:
         """Begin to read the tokenizer, a copy of which no other thread uses."""
         if has_grammars():
             self._tokenizer = deepcopy(self._tokenizer)
-            self._tokens = in_thread(lambda: GrammarTokens(self._tokenizer))
+            self._grammar_tokens = in_thread(lambda: GrammarTokens(self._tokenizer))
 
     def close(self) -> None:
         """End the threads that make masks."""
-        if self._tokens is not None:
-            self._tokens.add_done_callback(lambda made: None if made.exception() else made.result().close())
+        if self._grammar_tokens is not None:
+            self._grammar_tokens.add_done_callback(lambda made: None if made.exception() else made.result().close())
 
     async def of(self, fields: Mapping[str, Any], prompt_end: str) -> dict[str, Any] | None:
         """Return the grammar of an answer after a prompt as JSON has it, or raise; None if no field asks for one."""
         asked = AskedGrammar.of(fields)
         if not asked.field:
             return None
-        if self._tokens is None:
+        if self._grammar_tokens is None:
             text = f"{asked.field}: expected none: grammars need a package: {INSTALL}, and start the server again."
             raise Refused(400, text, asked.field, "unsupported_parameter")
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT):
-                tokens = await asyncio.shield(asyncio.wrap_future(self._tokens))
+                grammar_tokens = await asyncio.shield(asyncio.wrap_future(self._grammar_tokens))
                 await self._room.acquire()
         except TimeoutError:
             raise Refused(503, "The server makes the grammars of other requests. Ask again later.") from None
         except GrammarError as error:
             raise Refused(400, str(error), error.args[0]) from None
-        made = in_thread(lambda: self._make_grammar(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
+        made = in_thread(
+            lambda: self._make_grammar(grammar_tokens, asked, prompt_end), self._leave(asyncio.get_running_loop())
+        )
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT):
                 grammar = await asyncio.wrap_future(made)
@@ -139,19 +141,19 @@ class Grammars:
 
         return leave
 
-    def _make_grammar(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
+    def _make_grammar(self, grammar_tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
         check_schema_size(asked)
-        special = self._special(tokens)
+        special = self._special(grammar_tokens)
         for field, schema in schemas_of(asked):  # alone, so that errors name the field
-            check_grammar(tokens, Grammar(Rules(special).alone(schema), field))
+            check_grammar(grammar_tokens, Grammar(Rules(special).alone(schema), field))
         grammar = self._grammar(asked, special, prompt_end)
-        check_grammar(tokens, grammar)
+        check_grammar(grammar_tokens, grammar)
         return grammar
 
-    def _special(self, tokens: GrammarTokens) -> dict[str, int]:
+    def _special(self, grammar_tokens: GrammarTokens) -> dict[str, int]:
         added = self._tokenizer.get_added_vocab()
-        return {name: token for name, token in added.items() if tokens.tokenizer.is_special_token(token)}
+        return {name: token for name, token in added.items() if grammar_tokens.tokenizer.is_special_token(token)}
 
     def _grammar(self, asked: AskedGrammar, special: Mapping[str, int], prompt_end: str) -> Grammar:
         rules = Rules(special)
@@ -242,9 +244,9 @@ def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
 
 
-def check_grammar(tokens: GrammarTokens, grammar: Grammar) -> None:
+def check_grammar(grammar_tokens: GrammarTokens, grammar: Grammar) -> None:
     """Raise unless a grammar is possible, and its first mask can be made."""
-    tokens.begin(grammar, ()).mask()
+    grammar_tokens.begin(grammar, ()).mask()
 
 
 def check_schema_size(asked: AskedGrammar) -> None:

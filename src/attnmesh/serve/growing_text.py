@@ -59,8 +59,8 @@ class GrowingText:
         """Return whether a mark stands at a place."""
         if not self.text.startswith(mark, place):
             return False
-        tokens = self._special.finditer(mark) if self._special else ()
-        return all(self._first + place + token.start() in self._begins for token in tokens)
+        matches = self._special.finditer(mark) if self._special else ()
+        return all(self._first + place + token.start() in self._begins for token in matches)
 
     def find(self, mark: str, start: int = 0) -> int:
         """Return the first place from `start` on at which a mark stands, or -1."""

@@ -140,12 +140,12 @@ class RankRequests:
 
     def forward(self, number: int, request: EngineRequest) -> None:
         """Send the tokens of one request."""
-        tokens = iter(request)
+        drawn = iter(request)
         first = None
         try:
-            first = next(tokens, None)
+            first = next(drawn, None)
             self.send(AnswerBegun(number, request.cached_tokens))  # an empty answer has used a prefix, too
-            for token in chain((first,) if first is not None else (), tokens):
+            for token in chain((first,) if first is not None else (), drawn):
                 top = [(id, finite(logprob)) for id, logprob in token.top]
                 self.send(TokenDrawn(number, token.id, None if token.logprob is None else finite(token.logprob), top))
             if request.finish_reason in ("stop", "length"):

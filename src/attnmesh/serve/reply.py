@@ -105,7 +105,7 @@ class Reply:
             if reason is not None:
                 self.supervisor.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
-            if parts or (piece.tokens and self.objects.top is not None) or reason is not None:
+            if parts or (piece.sent_tokens and self.objects.top is not None) or reason is not None:
                 for choice in self.objects.choices(index, piece, parts, reason):
                     yield choice
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
@@ -119,7 +119,7 @@ class Reply:
         taken_apart = self.parts[index]
         if taken_apart is None:
             return [ContentText(piece.text)] if piece.text else [], reason
-        parts = taken_apart.add(piece.text, piece.tokens)
+        parts = taken_apart.add(piece.text, piece.sent_tokens)
         parts += taken_apart.end() if reason is not None else []
         calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
         if calls and not self.objects.parallel:

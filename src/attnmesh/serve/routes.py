@@ -141,8 +141,8 @@ class App:
         """Go on with a prompt."""
         fields, prompt = await self._read(http, partial_of(read_fields, known_fields=COMPLETION), encode_text)
         objects = CompletionObjects(self.spelling, self.names[0], is_chat=False, top=fields["logprobs"])
-        new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
-        return await self._answer(http, fields, prompt, new, objects)
+        new_count = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
+        return await self._answer(http, fields, prompt, new_count, objects)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
@@ -218,11 +218,11 @@ class App:
                 work = self._encoders.run(convert, fields, is_long, longest)
                 return fields, await while_there(http.receive, work)
 
-    def _default_new(self, prompt: int, most: int) -> int:
+    def _default_new(self, prompt_tokens: int, most: int) -> int:
         """Return how many new tokens fit without passing a length at which ropes change."""
-        sides = [switch for switch in self.supervisor.engine_sizes.get("rope_switches", ()) if prompt < switch]
-        limit: int = min(self.supervisor.engine_sizes["max_model_len"], *sides, prompt + most)
-        return limit - prompt
+        sides = [switch for switch in self.supervisor.engine_sizes.get("rope_switches", ()) if prompt_tokens < switch]
+        limit: int = min(self.supervisor.engine_sizes["max_model_len"], *sides, prompt_tokens + most)
+        return limit - prompt_tokens
 
     def _biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
         """Return the tokens of a bias with their numbers, or raise on one that the tokenizer has not got."""
@@ -236,8 +236,8 @@ class App:
         self, http: HttpRequest, fields: dict[str, Any], prompt: EncodedPrompt, make: Callable[..., Reply]
     ) -> Response:
         """Answer messages, which follow the grammar that is asked for."""
-        new = fields["max_completion_tokens"] or fields["max_tokens"]
-        new = new or self._default_new(len(prompt.ids), self.defaults.get("max_new_tokens", NEW_OF_CHAT))
+        new_count = fields["max_completion_tokens"] or fields["max_tokens"]
+        new_count = new_count or self._default_new(len(prompt.ids), self.defaults.get("max_new_tokens", NEW_OF_CHAT))
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
         either = content_format(fields) is not None
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
@@ -251,27 +251,27 @@ class App:
         )
         with self.supervisor.admit(fields["n"]):
             fields["grammar"] = await while_there(http.receive, self.grammars.of(fields, prompt.end))
-        return await self._answer(http, fields, prompt, new, objects, make)
+        return await self._answer(http, fields, prompt, new_count, objects, make)
 
     async def _answer(
         self,
         http: HttpRequest,
         fields: dict[str, Any],
         prompt: EncodedPrompt,
-        new: int,
+        new_count: int,
         objects: CompletionObjects,
         make: Callable[..., Reply] = Reply,
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens. The fields are let go: they may be large."""
         longest = self.supervisor.engine_sizes["max_model_len"]
         room = longest - len(prompt.ids)
-        if new > room:
+        if new_count > room:
             name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
             left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
-            raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
+            raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new_count}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # a replay needs the same seed
         options = {name: fields[name] for name in SAMPLED} | {"logit_bias": self._biases(fields["logit_bias"])}
-        options |= {"max_new_tokens": new, "logprobs": 0 if objects.top is None else max(1, objects.top)}
+        options |= {"max_new_tokens": new_count, "logprobs": 0 if objects.top is None else max(1, objects.top)}
         options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
         if (grammar := fields.get("grammar")) is not None:
             options["grammar"] = grammar

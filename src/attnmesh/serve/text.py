@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     """New text, and the tokens that begin in it, each with its first character's place in all text."""
 
     text: str
-    tokens: tuple[tuple[int, SentToken], ...] = ()
+    sent_tokens: tuple[tuple[int, SentToken], ...] = ()
 
 
 class Text:
@@ -57,7 +57,7 @@ class Text:
             return piece
         rest = self._send(self.held_back)
         last = tuple(self.waiting)
-        return Piece(piece.text + rest.text, piece.tokens + rest.tokens + last)
+        return Piece(piece.text + rest.text, piece.sent_tokens + rest.sent_tokens + last)
 
     def _grow(self, text: str) -> Piece:
         """Return the held and the new text as far as no stop string may begin in it."""
@@ -73,7 +73,7 @@ class Text:
     def _send(self, text: str) -> Piece:
         self.held_back = "" if self.stopped else self.held_back[len(text) :]
         self.sent += len(text)
-        tokens = []
+        sent_tokens = []
         while self.waiting and self.waiting[0][0] < self.sent:
-            tokens.append(self.waiting.popleft())
-        return Piece(text, tuple(tokens))
+            sent_tokens.append(self.waiting.popleft())
+        return Piece(text, tuple(sent_tokens))

@@ -71,16 +71,16 @@ def grammars_of(tokenizer: Any, name: str = "auto") -> Iterator[tuple[Grammars, 
     """Make grammars of a tokenizer while the block runs."""
     made = Grammars(tokenizer, find_formats(tokenizer, name))
     made.start()
-    assert made._tokens is not None
-    yield made, made._tokens.result()
-    made._tokens.result().close()
+    assert made._grammar_tokens is not None
+    yield made, made._grammar_tokens.result()
+    made._grammar_tokens.result().close()
     made.close()
 
 
-def walk(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) -> str:
+def walk(grammar_tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) -> str:
     """Return the text of random tokens that a grammar allows, without a thought."""
     end, ids = tokenizer.eos_token_id, list[int]()
-    state = tokens.begin(replace(grammar, thought_begin=()), [end])
+    state = grammar_tokens.begin(replace(grammar, thought_begin=()), [end])
     while not (mask := state.mask()).is_whole:
         id = draw.choice(mask.allowed.nonzero().flatten().tolist())
         if id == end:

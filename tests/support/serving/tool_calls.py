@@ -42,7 +42,7 @@ def parts_of(tokenizer: Any, made: AnswerParts, ids: list[int]) -> list[AnswerPa
     """Return the parts of an answer whose tokens come one by one."""
     text, found = Text(Spelling(tokenizer), ()), list[AnswerPart]()
     for piece in [*(text.add(SentToken(id)) for id in ids), text.end()]:
-        found += made.add(piece.text, piece.tokens)
+        found += made.add(piece.text, piece.sent_tokens)
     return found + made.end()
 
 
