@@ -7,11 +7,11 @@ from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
 
 
 def test_guesses_that_nobody_checked_are_compared() -> None:
-    new, row = RowGuesses(), RowGuesses(tokens=[4, 5, 6, 1])
+    new, row = RowGuesses(), RowGuesses(ids=[4, 5, 6, 1])
     row.compare([4, 9])
     accepted, proposed = DECAY * new.accepted + 1, DECAY * new.proposed + 2  # 4 was right, of two that were compared
-    assert (row.tokens, row.accepted, row.proposed) == ([], accepted, proposed)
-    row.tokens = [9, 9]
+    assert (row.ids, row.accepted, row.proposed) == ([], accepted, proposed)
+    row.ids = [9, 9]
     row.compare([4, 9, 9, 9, 9])
     assert (row.accepted, row.proposed) == pytest.approx((DECAY * accepted + 2, DECAY * proposed + 2))
 
@@ -24,7 +24,7 @@ def test_a_rate_follows_an_answer() -> None:
             answer.append(token)
             text.add([token])
             row.compare(answer)
-            row.tokens = text.find_next(4)
+            row.ids = text.find_next(4)
         return row.acceptance_rate
 
     assert follows(9, 9, 9, *range(8)) > 0.7

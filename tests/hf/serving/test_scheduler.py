@@ -82,8 +82,8 @@ class Guesses(Guesser):
     def guess(self, rows: Any, times: Any, free: Any) -> None:
         for row in rows:
             following = row.answer[-1] + 1
-            row.guesses.tokens = [following, following + 1, 0]
-            row.guesses.checked = row.guesses.tokens[: row.room]
+            row.guesses.ids = [following, following + 1, 0]
+            row.guesses.checked = row.guesses.ids[: row.room]
 
 
 def test_guesses_that_are_not_drawn_are_taken_back() -> None:

@@ -286,39 +286,37 @@ class DraftGuesser(Guesser):
         The first pass also reads the tokens that the cache of a row lacks.
         """
         behind = {cache_id: self.rows[cache_id].catch_up() for cache_id in chosen}
-        tokens = {cache_id: new for cache_id, (_, new) in behind.items()}
+        new_ids = {cache_id: new for cache_id, (_, new) in behind.items()}
         crops = [(cache_id, wrong) for cache_id, (wrong, _) in behind.items() if wrong]
         operations = [*([Crop(crops)] if crops else []), *operations]
         draws = {cache_id: self._make_draw(self.rows[cache_id].request) for cache_id in chosen}
-        while operations or tokens:
+        while operations or new_ids:
             start = perf_counter()
             reading = next((operation.cache_id for operation in operations if isinstance(operation, Fill)), None)
-            results = self.run([*operations, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
+            results = self.run([*operations, *([DecodeRows([*new_ids.items()], grows)] if new_ids else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._apply_chunk(self.rows[reading], results)
-            if tokens:
+            if new_ids:
                 try:
-                    drawn = _draw_tokens(draws, tokens, results)
+                    drawn = _draw_tokens(draws, new_ids, results)
                 except InputError:
-                    self._drop([*tokens], fails=True)
+                    self._drop([*new_ids], fails=True)
                     return
                 self.counts["draft_passes"] += 1
-                self.passes.add(len(tokens), perf_counter() - start - others)
+                self.passes.add(len(new_ids), perf_counter() - start - others)
                 for cache_id, token in drawn.items():
-                    self.rows[cache_id].request.guesses.tokens.append(token)
+                    self.rows[cache_id].request.guesses.ids.append(token)
                 going = [
-                    cache_id
-                    for cache_id in tokens
-                    if len(self.rows[cache_id].request.guesses.tokens) < chosen[cache_id]
+                    cache_id for cache_id in new_ids if len(self.rows[cache_id].request.guesses.ids) < chosen[cache_id]
                 ]
-                tokens = {cache_id: [drawn[cache_id]] for cache_id in going}
+                new_ids = {cache_id: [drawn[cache_id]] for cache_id in going}
                 for cache_id in going:
                     self.rows[cache_id].guessed.append(drawn[cache_id])
             operations = []
         for cache_id in chosen:
             guesses = self.rows[cache_id].request.guesses
-            guesses.checked = [*guesses.tokens]
+            guesses.checked = [*guesses.ids]
 
     def _make_draw(self, request: EngineRequest) -> Callable[[Tensor], int]:
         """Return a function that draws a token after logits, with the random numbers of the row's next tokens."""
@@ -335,9 +333,9 @@ class DraftGuesser(Guesser):
 
 
 def _draw_tokens(
-    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: StepResults
+    draws: Mapping[int, Callable[[Tensor], int]], new_ids: Mapping[int, list[int]], results: StepResults
 ) -> dict[int, int]:
     """Return the next token of each row, or raise the error of a pass."""
     if (error := results.error_of(Crop, DecodeRows)) is not None:
         raise error
-    return {cache_id: draws[cache_id](logits[-1]) for cache_id, logits in zip(tokens, results.rows, strict=True)}
+    return {cache_id: draws[cache_id](logits[-1]) for cache_id, logits in zip(new_ids, results.rows, strict=True)}

@@ -197,7 +197,7 @@ class EngineRequest:
     images_digest: bytes | None = None
     """A digest of the images; None without images."""
     _ids: Tensor | None = None
-    tokens: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+    drawn: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         if self.images:
@@ -209,12 +209,12 @@ class EngineRequest:
             self.images_digest = digest.digest()
 
     def __iter__(self) -> Iterator[DrawnToken]:
-        while (token := self.tokens.get()) is not None:
+        while (token := self.drawn.get()) is not None:
             if isinstance(token, BaseException):
-                self.tokens.put(token)  # left there for other readers
+                self.drawn.put(token)  # left there for other readers
                 raise token
             yield token
-        self.tokens.put(None)
+        self.drawn.put(None)
 
     def cancel(self) -> None:
         """End the request at the next step."""
@@ -260,12 +260,12 @@ class EngineRequest:
             self.before = torch.cat((self.before, torch.tensor([token.id], device="cpu")))
         if self.counts is not None:
             self.counts[token.id] += 1
-        self.tokens.put(token)
+        self.drawn.put(token)
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 
     def end(self, reason: str | BaseException) -> bool:
         """End the request, with a reason or an error, unless it has ended. Return True, as `add` does at an end."""
         if self.finish_reason is None:
             self.finish_reason = "error" if isinstance(reason, BaseException) else reason
-            self.tokens.put(reason if isinstance(reason, BaseException) else None)
+            self.drawn.put(reason if isinstance(reason, BaseException) else None)
         return True

@@ -69,11 +69,12 @@ class GrammarTokens:
     >>> letters = {sign: place for place, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     >>> tokenizer = Tokenizer(models.BPE(letters, []))
     >>> tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    >>> tokens = GrammarTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
-    >>> state = tokens.begin(Grammar('start: "yes" | "no"'), ends=[256])
-    >>> sorted(tokens.tokenizer.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
+    >>> grammar_tokens = GrammarTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
+    >>> state = grammar_tokens.begin(Grammar('start: "yes" | "no"'), ends=[256])
+    >>> allowed = state.mask().allowed.nonzero().flatten().tolist()
+    >>> sorted(grammar_tokens.tokenizer.decode_str([id]) for id in allowed)
     ['n', 'y']
-    >>> tokens.close()
+    >>> grammar_tokens.close()
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -120,11 +121,11 @@ class GrammarTokens:
 class GrammarState:
     """The place of one answer in its grammar."""
 
-    def __init__(self, tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, grammar_tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
+        self.grammar_tokens = grammar_tokens
         self.grammar = grammar
         self.ends = ends
-        self.matcher = tokens.matcher(grammar.text)
+        self.matcher = grammar_tokens.matcher(grammar.text)
         self._check("a grammar that is possible")
         self.opening_matched: int | None = 0 if grammar.thought_begin else None
         """Tokens of the thought's first mark that the answer has so far; None if the answer has begun without it."""
@@ -134,11 +135,11 @@ class GrammarState:
         """True if the tokens so far may begin a thought, and cannot begin an answer by the grammar."""
         for token in replay:
             self._follow(token)
-        self._next: Future[TokenMask] = tokens.pool.submit(self._mask)
+        self._next: Future[TokenMask] = grammar_tokens.pool.submit(self._mask)
 
     def advance(self, token: int) -> None:
         """Follow a token of the answer, and make the next mask in a thread."""
-        self._next = self.tokens.pool.submit(self._step, token)
+        self._next = self.grammar_tokens.pool.submit(self._step, token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
         """Return whether the next mask is made. Wait for it for `seconds` at most."""
@@ -173,7 +174,7 @@ class GrammarState:
         self._check("an answer that follows it")
 
     def _mask(self) -> TokenMask:
-        size = self.tokens.tokenizer.vocab_size
+        size = self.grammar_tokens.tokenizer.vocab_size
         if self.is_thinking:
             allowed = torch.ones(size, dtype=torch.bool, device="cpu")
             allowed[self._within(size)] = False

@@ -111,10 +111,10 @@ class KeptCaches:
 
     def _ids_of(self, cache_id: int) -> Tensor:
         """Return the tokens of a cache in CPU memory. Only new tokens are copied again: a copy waits for the GPU."""
-        tokens = self.worker.caches[cache_id].tokens
-        if cache_id not in self.ids or self.ids[cache_id][0] is not tokens:
-            copied = torch.empty(0, device="cpu") if tokens is None else tokens[0].cpu()
-            self.ids[cache_id] = tokens, copied
+        ids = self.worker.caches[cache_id].tokens
+        if cache_id not in self.ids or self.ids[cache_id][0] is not ids:
+            copied = torch.empty(0, device="cpu") if ids is None else ids[0].cpu()
+            self.ids[cache_id] = ids, copied
         return self.ids[cache_id][1]
 
     def _count_common(self, cached_ids: Tensor, ids: Tensor, *, pictured: bool = False) -> int:

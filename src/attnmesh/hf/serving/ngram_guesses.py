@@ -17,17 +17,17 @@ class RowText:
     def __init__(self, prompt: Sequence[int]) -> None:
         self.token_bytes = bytearray()
         """All tokens, four bytes each."""
-        self.prompt = len(prompt)
+        self.prompt_tokens = len(prompt)
         self.add(prompt)
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, ids: Sequence[int]) -> None:
         """Take new tokens."""
-        self.token_bytes += array("i", tokens).tobytes()
+        self.token_bytes += array("i", ids).tobytes()
 
     @property
     def answered(self) -> int:
         """Tokens of the answer."""
-        return len(self.token_bytes) // array("i").itemsize - self.prompt
+        return len(self.token_bytes) // array("i").itemsize - self.prompt_tokens
 
     def find_next(self, most: int) -> list[int]:
         """Return `most` tokens after the last earlier place of the last `NGRAM` tokens; none without such a place.
@@ -61,8 +61,8 @@ class NgramGuesser(Guesser):
             if (text := self.texts.get(request)) is None:
                 text = self.texts[request] = RowText(request.prompt)
             text.add(request.answer[text.answered :])
-            request.guesses.tokens = text.find_next(min(self.most, request.room))
+            request.guesses.ids = text.find_next(min(self.most, request.room))
         guesses = [request.guesses for request in rows]
-        counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.tokens) for guess in guesses])
+        counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.ids) for guess in guesses])
         for guess, count in zip(guesses, counts, strict=True):
-            guess.checked = guess.tokens[:count]
+            guess.checked = guess.ids[:count]

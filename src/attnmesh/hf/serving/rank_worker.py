@@ -204,17 +204,17 @@ class RankWorker:
 
     def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
         """Take tokens back from the ends of caches."""
-        for cache_id, tokens in rows:
-            self.caches[cache_id].crop(-tokens)
+        for cache_id, count in rows:
+            self.caches[cache_id].crop(-count)
 
     def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
         """Add tokens to caches. Return the logits of each row, (tokens, vocabulary). Bytes are counted if `grows`."""
-        cache_ids, tokens = zip(*rows, strict=True)
-        logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
+        cache_ids, new_ids = zip(*rows, strict=True)
+        logits = decode_rows(self.model, new_ids, [self.caches[cache_id] for cache_id in cache_ids])
         self.row_steps += 1
         if grows or self.row_steps % STEPS_BETWEEN_COUNTS == 0:
             self.nbytes = self.count_bytes()
-        parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
+        parts: Sequence[Tensor] = logits.split([*map(len, new_ids)])
         return parts
 
     def close(self, *, at_once: bool = False) -> None:

@@ -13,7 +13,7 @@ class RowGuesses:
 
     answered: int = 0
     """Number of the answer's tokens that have been compared with guesses."""
-    tokens: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     """Guesses of the next tokens."""
     checked: list[int] = field(default_factory=list)
     """The first of these guesses, which the next step checks."""
@@ -36,13 +36,13 @@ class RowGuesses:
 
     def compare(self, answer: Sequence[int]) -> None:
         """Count how many guesses the new tokens of the answer confirm, also of guesses that no step has checked."""
-        pairs = [*zip(self.tokens, answer[self.answered :], strict=False)]
+        pairs = [*zip(self.ids, answer[self.answered :], strict=False)]
         accepted = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         if pairs:
             self.accepted = DECAY * self.accepted + accepted
             self.proposed = DECAY * self.proposed + min(accepted + 1, len(pairs))
         self.answered = len(answer)
-        self.tokens = []
+        self.ids = []
         self.checked = []
 
     def note_cached(self) -> None:

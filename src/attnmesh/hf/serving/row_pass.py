@@ -31,12 +31,12 @@ from attnmesh.mesh.axes import RankMesh
 
 SUBJECT = "hf.decode_rows"
 
-NextTokens = int | Sequence[int]
+NextIds = int | Sequence[int]
 """The next token of a request, or its next tokens."""
 
 
 @torch.no_grad()
-def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequence[ShardedCache]) -> Tensor:
+def decode_rows(model: PreTrainedModel, tokens: Sequence[NextIds], caches: Sequence[ShardedCache]) -> Tensor:
     """Return the logits after one more token of each request, (requests, vocabulary), by one forward pass.
 
     Row r is what the model computes from `tokens[r]` and `caches[r]` alone. Every rank makes the same call. Models that
@@ -72,14 +72,14 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     for cache in caches:
         take_back_step(cache)
     prepare_model(model)
-    rows = [_tokens_of(row) for row in tokens]
+    rows = [_ids_of(row) for row in tokens]
     groups = defaultdict(list)
     for row, cache in enumerate(caches):  # a forward pass has one rope, and an empty cache needs one of its own
         length = cache.get_seq_length()
-        new = len(rows[row])
-        together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
+        new_count = len(rows[row])
+        together = length and _runs_rows(model) and (new_count == 1 or not cache.irreversible_layers)
         pass_number = -1 if together else row  # a row that is not run with others has a pass of its own
-        groups[pass_number, rope_regime(cache.config, length + new)].append(row)
+        groups[pass_number, rope_regime(cache.config, length + new_count)].append(row)
     for cache in caches:  # by this the next call finds the tokens of a call that has raised
         cache.history.rollback_length = cache.get_seq_length()
     logits = dict[int, Tensor]()
@@ -92,20 +92,20 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     return torch.cat([logits[row] for row in sorted(logits)])
 
 
-def _tokens_of(row: NextTokens) -> list[int]:
+def _ids_of(row: NextIds) -> list[int]:
     return [row] if isinstance(row, int) else [*row]
 
 
-def _run_pass(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
+def _run_pass(model: PreTrainedModel, next_ids: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
     """Run the model over the new tokens of each cache. Return the logits after each, (tokens, vocabulary)."""
-    counts = [*map(len, tokens)]
+    counts = [*map(len, next_ids)]
     lengths = [cache.get_seq_length() for cache in caches]
     rows = RowsCache(caches, counts) if len(caches) > 1 else None
     new_positions = [
         range(cache.next_position, cache.next_position + count) for cache, count in zip(caches, counts, strict=True)
     ]
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
-    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, new_positions))
+    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (next_ids, new_positions))
     for cache in caches:
         cache.history.is_consistent = False
     logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
@@ -134,56 +134,58 @@ def _runs_rows(model: PreTrainedModel) -> bool:
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 
 
-def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequence[ShardedCache]) -> None:
+def _agree(model: PreTrainedModel, next_ids: Sequence[NextIds], caches: Sequence[ShardedCache]) -> None:
     """Raise the same error on all ranks unless all make the same valid call."""
 
     def fields() -> dict[str, object]:
-        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [length_before_step(cache) for cache in caches]}
+        return {"tokens": [*map(_ids_of, next_ids)], "lengths": [length_before_step(cache) for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     mesh = RankMesh.of(first.mesh if isinstance(first, ShardedCache) else None)
     with agreement_with_peers(mesh, model, SUBJECT, fields):
-        _check_rows(model, tokens, caches)
+        _check_rows(model, next_ids, caches)
 
 
-def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
+def _check_rows(model: PreTrainedModel, next_ids: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
     check_can_decode_rows(SUBJECT, model)
     if not (isinstance(caches, Sequence) and len(caches) > 0):
         given = "none" if isinstance(caches, Sequence) else type(caches).__name__
         raise KernelError(f"{SUBJECT} caches", "caches", given, "pass a list of hf.ShardedCache")
-    _check_tokens(model, tokens, len(caches))
+    _check_tokens(model, next_ids, len(caches))
     if len({id(cache) for cache in caches}) < len(caches):
         raise ArgumentError(f"{SUBJECT} caches", "each cache once", "one cache twice", "pass cache.fork()")
-    new = [len(_tokens_of(row)) for row in tokens]
-    for cache, count in zip(caches, new, strict=True):
+    counts = [len(_ids_of(row)) for row in next_ids]
+    for cache, count in zip(caches, counts, strict=True):
         _check_cache(cache, caches[0], count)
     config = model.config.get_text_config(decoder=True)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    length = max(length_before_step(cache) + count for cache, count in zip(caches, new, strict=True))
+    length = max(length_before_step(cache) + count for cache, count in zip(caches, counts, strict=True))
     if longest is not None and length > longest:
         expected = f"at most {longest} tokens, the model's context"
         fix = "end the request, or use a model with a longer context"
         raise ShapeError(SUBJECT, expected, f"{length}", fix)
 
 
-def _check_tokens(model: PreTrainedModel, tokens: Any, rows: int) -> None:
-    """Raise unless `tokens` has `rows` rows, each of tokens that the model knows."""
-    fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
-    fits = fits and len(tokens) == rows
-    new = [*chain(*map(_tokens_of, tokens))] if fits else []
-    if not fits or not all(type(token) is int for token in new):
+def _check_tokens(model: PreTrainedModel, next_ids: Any, rows: int) -> None:
+    """Raise unless `next_ids` has `rows` rows, each of tokens that the model knows."""
+    fits = isinstance(next_ids, Sequence) and all(
+        type(row) is int or (isinstance(row, list) and row) for row in next_ids
+    )
+    fits = fits and len(next_ids) == rows
+    new_ids = [*chain(*map(_ids_of, next_ids))] if fits else []
+    if not fits or not all(type(token) is int for token in new_ids):
         fix = "pass the next token of each request, or a list of its next tokens"
-        raise ShapeError(f"{SUBJECT} tokens", f"a list of {rows} ints", f"{tokens}", fix)
+        raise ShapeError(f"{SUBJECT} tokens", f"a list of {rows} ints", f"{next_ids}", fix)
     vocab_size = vocabulary_size(model)
-    wrong = [token for token in new if not 0 <= token < vocab_size]
+    wrong = [token for token in new_ids if not 0 <= token < vocab_size]
     if wrong:
         expected = f"tokens from 0 to {vocab_size - 1}"
         raise ArgumentError(f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
 
 
-def _check_cache(cache: Any, first: Any, new: int) -> None:
-    """Raise unless a cache holds one request, can take `new` tokens, and fits the first cache.
+def _check_cache(cache: Any, first: Any, new_count: int) -> None:
+    """Raise unless a cache holds one request, can take `new_count` tokens, and fits the first cache.
 
     Both have one mesh, one model and the same options.
     """
@@ -213,7 +215,7 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     if length and not knows_images:
         fix = "prefill the prompt again, with its images"
         raise ShapeError(subject, "caches whose images are whole and known", "another", fix)
-    if length and cache.history.rope_regime not in (None, rope_regime(cache.config, length + new)):
-        given = f"{length + new} tokens, where it changes"
+    if length and cache.history.rope_regime not in (None, rope_regime(cache.config, length + new_count)):
+        given = f"{length + new_count} tokens, where it changes"
         fix = "call hf.generate with the tokens so far as the prompt"
         raise ShapeError(subject, "a rope that stays the same", given, fix)

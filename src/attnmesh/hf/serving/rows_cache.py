@@ -45,9 +45,9 @@ class JoinedCaches:
 
     padding = None
 
-    def __init__(self, caches: Sequence[KVCache], tokens: RowTokens) -> None:
+    def __init__(self, caches: Sequence[KVCache], row_tokens: RowTokens) -> None:
         self.caches = caches
-        self.tokens = tokens
+        self.row_tokens = row_tokens
         self.config = caches[0].config
 
     @property
@@ -57,8 +57,8 @@ class JoinedCaches:
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Append row r to cache r."""
-        keys = self.tokens.split(k)
-        values = None if v is None else self.tokens.split(v)
+        keys = self.row_tokens.split(k)
+        values = None if v is None else self.row_tokens.split(v)
         for row, kv_cache in enumerate(self.caches):
             kv_cache.append(keys[row], None if values is None else values[row])
 
@@ -137,14 +137,14 @@ class RowsHybrid(RowsStates, RowsLayer):
 class RowsCache(ShardedCache):
     """`past_key_values` of one step, with the options of the first row's cache."""
 
-    def __init__(self, caches: Sequence[ShardedCache], tokens: Sequence[int]) -> None:
+    def __init__(self, caches: Sequence[ShardedCache], counts: Sequence[int]) -> None:
         first = caches[0]
         self.config, self.stock_window = first.config, first.stock_window
         self.mesh, self.ranks = first.mesh, first.ranks
         self.settings = first.settings
         self.history = CacheHistory()
         self.rows = caches
-        self.row_tokens = RowTokens(tokens)
+        self.row_tokens = RowTokens(counts)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         Cache.__init__(self, layers=[_layer_of(self, rows) for rows in layers])
 

@@ -163,8 +163,8 @@ class Scheduler:
         return [Drop(self.memory.pop_drops())] if self.memory.drops else []
 
     def _decode(self, rows: list[EngineRequest], grows: bool) -> list[Operation]:
-        new_tokens = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in rows]
-        return [DecodeRows(new_tokens, grows)] if rows else []
+        ids_by_cache = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in rows]
+        return [DecodeRows(ids_by_cache, grows)] if rows else []
 
     # --- results ---
 
