@@ -83,7 +83,7 @@ def _saved(served: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) -
             dist.broadcast_object_list(names)
             checkpoint = Checkpoint(f"{names[0]}/kept", every=request.every)
             checkpoint.note = "bench"
-            keep = [TokenCallback(partial(checkpoint.keep, cache, prompt=ids.shape[1]))] if saving else []
+            keep = [TokenCallback(partial(checkpoint.keep, cache, prompt_tokens=ids.shape[1]))] if saving else []
             dist.barrier()
             start = perf_counter()
             hf.generate(served, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keep)

@@ -64,12 +64,12 @@ def attend_with_cache(
     """Attend with a `ShardedCache`, which stores new keys and values."""
     if layer_mask.row_masks:
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
-    new, layer = q.shape[2], pending.layer
+    new_count, layer = q.shape[2], pending.layer
     if layer_mask.sequence is not None:
         if not appends_keys:  # nobody reads the output: layers that cache no keys are the last ones
-            return q.new_zeros(len(q), q.shape[1] // layer.sharded_cache.head_ranks, new, pending.v.shape[3])
+            return q.new_zeros(len(q), q.shape[1] // layer.sharded_cache.head_ranks, new_count, pending.v.shape[3])
         return _prefill(q, pending, weighting, layer_mask.sequence)
-    step_cache = _append_step(pending, weighting.mask, layer_mask, new) if appends_keys else layer.step_cache
+    step_cache = _append_step(pending, weighting.mask, layer_mask, new_count) if appends_keys else layer.step_cache
     if step_cache.config.storage is not None and layer.is_first(pending) and layer_mask.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, layer_mask)
@@ -156,14 +156,14 @@ def _prefill(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: Shar
     return _attend_cached(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 
-def _append_step(pending: PendingKV, mask: Mask, layer_mask: RecognisedMask, new: int) -> StepCache:
+def _append_step(pending: PendingKV, mask: Mask, layer_mask: RecognisedMask, new_count: int) -> StepCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return what holds them."""
-    kv_cache = pending.layer.reserve_step(pending, new, mask)
+    kv_cache = pending.layer.reserve_step(pending, new_count, mask)
     try:
-        check_cached_padding(kv_cache, layer_mask.token_mask, new, mask)
+        check_cached_padding(kv_cache, layer_mask.token_mask, new_count, mask)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    token_mask = None if layer_mask.token_mask is None else layer_mask.token_mask[:, -new:]
+    token_mask = None if layer_mask.token_mask is None else layer_mask.token_mask[:, -new_count:]
     kv_cache.append(*pending.tensors_to_append, token_mask=token_mask)
     return kv_cache
 
@@ -183,8 +183,8 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, layer_m
     token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if token_mask is None else token_mask
     token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=is_whole)
     rows = []
-    for number, tokens in enumerate(token_mask):  # padding differs between sequences
-        real = tokens.nonzero().flatten()
+    for number, row_mask in enumerate(token_mask):  # padding differs between sequences
+        real = row_mask.nonzero().flatten()
         row = slice(number, number + 1)
         selected = weighting.selected and replace(weighting.selected, indices=weighting.selected.indices[row])
         row_weighting = weighting._replace(selected=selected, scores=weighting.scores.select_sequences(row))

@@ -116,7 +116,7 @@ class Prompt:
     """The prompts of a call."""
 
     ids: Tensor
-    mask: Tensor | None = None
+    attention_mask: Tensor | None = None
     """Zeros for padding; None without padding."""
     merged: MergedPrompt | None = None
     """The prompts with images merged; None without images."""
@@ -129,7 +129,7 @@ class Prompt:
     @cached_property
     def token_mask(self) -> Tensor | None:
         """False for padding; None where no sequence has any. The device is read once."""
-        return None if self.mask is None or bool(self.mask.all()) else self.mask.bool()
+        return None if self.attention_mask is None or bool(self.attention_mask.all()) else self.attention_mask.bool()
 
     def mark(self, sequences: Tensor) -> Tensor:
         """Return token ids of the prompts and of new tokens, with -1 for padding, and with marks for image tokens.
@@ -137,9 +137,9 @@ class Prompt:
         Each prompt may have several sequences.
         """
         marked = sequences.clone() if self.image_tokens is None else self.image_tokens.mark(sequences)
-        if self.mask is None:
+        if self.attention_mask is None:
             return marked
-        mask = self.mask.repeat_interleave(len(sequences) // len(self.mask), 0)
+        mask = self.attention_mask.repeat_interleave(len(sequences) // len(self.attention_mask), 0)
         return marked.masked_fill(pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1) == 0, -1)
 
 

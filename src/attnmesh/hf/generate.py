@@ -115,8 +115,8 @@ def _generate(
     synchronize_generators((cache.mesh, tp_mesh(model)), prompt.ids.device)
     if not assisted and beams == 1:
 
-        def record(tokens: Tensor) -> None:
-            cache.tokens = prompt.mark(tokens)
+        def record(ids: Tensor) -> None:
+            cache.tokens = prompt.mark(ids)
 
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
@@ -126,7 +126,7 @@ def _generate(
         prompt.token_mask is None and prompt.merged is None and beams == 1 and not assisted and not _runs_code(options)
     )
     with steps_as_graphs(model, cache) if is_plain else nullcontext():
-        output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
+        output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.attention_mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
     cache.tokens = None if beams > 1 else prompt.mark(sequences)[:, : cache.get_seq_length()]
@@ -167,7 +167,7 @@ def _generate_with_checkpoint(
             streamer.end()
         return ids[:, :total]
     prefill_rest(model, Prompt(ids), cache, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
-    keep = TokenCallback(partial_of(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
+    keep = TokenCallback(partial_of(checkpoint.keep, cache, prompt_tokens=length, ends=settings["eos_token_id"]))
     minimum = settings["min_new_tokens"]
     remaining = {name: value for name, value in options.items() if name != "max_length"}
     remaining |= {

@@ -139,20 +139,20 @@ class Checkpoint:
             fix = "leave cache= out: the checkpoint fills one"
             raise KernelError(SUBJECT, "an empty cache", f"{cache.get_seq_length()} tokens", fix)
 
-    def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
+    def keep(self, cache: ShardedCache, ids: Tensor, *, prompt_tokens: int, ends: Any = None) -> None:
         """Save after every `every` new tokens, but not after an end token. Every rank calls it after each token.
 
-        `tokens` are all tokens so far, (1, length), and `prompt` is the length of the prompt.
+        `ids` are those of all tokens so far, (1, length), and `prompt_tokens` is the length of the prompt.
         """
-        new = tokens.shape[1] - prompt
+        new_count = ids.shape[1] - prompt_tokens
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
-        if new % self.every == 0 and int(tokens[0, -1]) not in ends:
-            self.save(cache, tokens)
+        if new_count % self.every == 0 and int(ids[0, -1]) not in ends:
+            self.save(cache, ids)
 
-    def save(self, cache: ShardedCache, tokens: Tensor) -> None:
+    def save(self, cache: ShardedCache, ids: Tensor) -> None:
         """Begin to save all tokens so far, (1, length), after the last save has finished. Every rank calls it."""
         self.wait()
-        tensors = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
+        tensors = {"tokens": ids.cpu(), "random": random_state(ids.device)}
         self._is_first = RankMesh.of(cache.mesh).shard_index == 0
         with self._failures_reported():
             self._saving = cache.save(self.folder, more=tensors, note=self.note, wait=False)
@@ -220,13 +220,15 @@ def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSett
 
 def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int) -> Tensor:
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
-    tokens = extras.get("tokens", torch.empty(0, device="cpu"))
-    valid = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1
+    saved_ids = extras.get("tokens", torch.empty(0, device="cpu"))
+    valid = saved_ids.dtype == torch.int64 and saved_ids.ndim == 2 and len(saved_ids) == 1
     if not valid:
-        raise StoreError(SUBJECT, "the tokens of one sequence", type_and_shape(tokens), "remove the folder")
-    if tokens.shape[1] < saved_length:
-        raise StoreError(SUBJECT, "the tokens of all keys", f"{tokens.shape[1]} of {saved_length}", "remove the folder")
-    if tokens.shape[1] <= ids.shape[1]:
+        raise StoreError(SUBJECT, "the tokens of one sequence", type_and_shape(saved_ids), "remove the folder")
+    if saved_ids.shape[1] < saved_length:
+        raise StoreError(
+            SUBJECT, "the tokens of all keys", f"{saved_ids.shape[1]} of {saved_length}", "remove the folder"
+        )
+    if saved_ids.shape[1] <= ids.shape[1]:
         return ids
     try:
         set_random_state(ids.device, extras["random"])
@@ -234,4 +236,4 @@ def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int)
         given = str(error).splitlines()[0] if "random" in extras else "none"
         fix = "continue on the type of device that wrote it"
         raise StoreError(SUBJECT, "the state of this device's random generator", given, fix) from error
-    return tokens.to(ids.device)
+    return saved_ids.to(ids.device)

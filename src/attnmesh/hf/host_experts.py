@@ -49,10 +49,10 @@ class HostExperts:
     def __init__(self, forward: Callable[..., Tensor], axis: Axis, shares_step: Callable[[], bool]) -> None:
         self.forward, self.axis, self.shares_step = forward, axis, shares_step
 
-    def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the chosen experts' outputs for each token."""
-        if not self.shares_step() or tokens.dim() != 2 or torch.compiler.is_compiling():
-            return self.forward(tokens, chosen, weights)
+        if not self.shares_step() or hidden_states.dim() != 2 or torch.compiler.is_compiling():
+            return self.forward(hidden_states, chosen, weights)
         experts, order = chosen.flatten().sort(stable=True)
         _, choice_counts = experts.unique_consecutive(return_counts=True)
         edges = [0, *choice_counts.cumsum(0).tolist()]
@@ -60,11 +60,11 @@ class HostExperts:
         counts = [edges[part.stop] - edges[part.start] for part in parts]
         own_part = parts[self.axis.index]
         own_choices = order[edges[own_part.start] : edges[own_part.stop]]
-        results = tokens.new_empty(0, tokens.shape[1])
+        results = hidden_states.new_empty(0, hidden_states.shape[1])
         if len(own_choices):  # each choice as a token of its own
             routing = (x.flatten()[own_choices, None] for x in (chosen, weights))
-            results = self.forward(tokens[own_choices // chosen.shape[1]], *routing)
+            results = self.forward(hidden_states[own_choices // chosen.shape[1]], *routing)
         if self.axis.size > 1:
             results = torch.cat(all_to_all_tokens([results] * self.axis.size, counts, self.axis, 0))
         by_choice = torch.empty_like(results).index_copy_(0, order, results)
-        return by_choice.view(*chosen.shape, tokens.shape[1]).sum(1)
+        return by_choice.view(*chosen.shape, hidden_states.shape[1]).sum(1)

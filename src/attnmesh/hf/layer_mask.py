@@ -341,17 +341,17 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
         raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
-def check_cached_padding(kv_cache: StepCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+def check_cached_padding(kv_cache: StepCache, token_mask: Tensor | None, new_count: int, mask: Mask) -> None:
     """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
-    if token_mask is not None and token_mask.shape[1] != kv_cache.length + new:
-        expected, given = f"one of {kv_cache.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
+    if token_mask is not None and token_mask.shape[1] != kv_cache.length + new_count:
+        expected, given = f"one of {kv_cache.length} cached and {new_count} new tokens", f"one of {token_mask.shape[1]}"
         raise ShapeError(subject, expected, given, fix)
     if kv_cache.padding is None:
-        is_same = token_mask is None or bool(token_mask[:, :-new].all())
+        is_same = token_mask is None or bool(token_mask[:, :-new_count].all())
     else:
         cached_mask = kv_cache.padding.token_mask[:, : kv_cache.length]
-        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], cached_mask)
+        is_same = token_mask is not None and torch.equal(token_mask[:, :-new_count], cached_mask)
     if not is_same:
         raise MaskError(subject, "the padding of the cached tokens", "other padding", fix)
     if token_mask is not None and mask != Causal():

@@ -262,8 +262,8 @@ def check_adapters(subject: str, model: nn.Module) -> None:
             raise KernelError(subject, "adapters without virtual tokens", name, fix)
         if getattr(adapter, "peft_type", None) == "SHADOW":
             raise KernelError(subject, "adapters without attention of their own", name, fix)
-        if tokens := getattr(adapter, "alora_invocation_tokens", None):
-            given = f"{name}(alora_invocation_tokens={tokens})"
+        if ids := getattr(adapter, "alora_invocation_tokens", None):
+            given = f"{name}(alora_invocation_tokens={ids})"
             fix = "leave alora_invocation_tokens out: LoRA then adapts all tokens"
             raise KernelError(subject, "adapters of all tokens", given, fix)
 

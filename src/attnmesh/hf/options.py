@@ -112,11 +112,11 @@ class GenerationSettings:
         call_values = (self.options.get(name), getattr(self.configs[0], name, None))
         return self[name] is not None and call_values == (None, None)
 
-    def total(self, prompt: int) -> int:
+    def total(self, prompt_tokens: int) -> int:
         """Return the largest number of tokens, with a prompt of this length. transformers adds 20 by default."""
         if self["max_new_tokens"] is not None:
-            return prompt + int(self["max_new_tokens"])
-        return prompt + 20 if self["max_length"] is None else int(self["max_length"])
+            return prompt_tokens + int(self["max_new_tokens"])
+        return prompt_tokens + 20 if self["max_length"] is None else int(self["max_length"])
 
 
 def agree_on_call(

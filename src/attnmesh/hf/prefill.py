@@ -75,16 +75,16 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def begin_prompt(
-    mesh: RankMesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
+    mesh: RankMesh, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, images: Mapping[str, Any]
 ) -> Prompt:
     """Begin to generate from prompts on a mesh. Return them with their images merged."""
     prepare_model(model)
     if not images:
-        return Prompt(ids, mask)
+        return Prompt(ids, attention_mask)
     left = left_to_decode(model.config)
     with Agreement(mesh, "generate images"):
-        merged = merge_images(model, ids, mask, images, left)
-    return Prompt(ids, mask, merged)
+        merged = merge_images(model, ids, attention_mask, images, left)
+    return Prompt(ids, attention_mask, merged)
 
 
 def prefill_rest(
@@ -109,16 +109,16 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     if cache.folder is not None:
         cache.folder.identify(lambda: identify_model(model))
     length = cache.get_seq_length()
-    ids, cached_tokens = prompt.ids, cache.tokens
-    tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
+    ids, cached_ids = prompt.ids, cache.tokens
+    tokens = ids.shape[1] if prompt.attention_mask is None else int(prompt.attention_mask.sum(1).max())
     regime = rope_regime(cache.config, tokens, rope_growth(model))
     longest = ids.shape[1] - left_to_decode(cache.config)
     has_one_rope = not regime or cache.history.rope_regime == regime  # keys of others are useless
-    shared = 0 if cached_tokens is None or not has_one_rope else min(length, longest, cached_tokens.shape[1])
-    if cached_tokens is not None and shared:
-        is_same = (prompt.mark(ids)[:, :shared] == cached_tokens[:, :shared].to(ids.device)).all(0)
+    shared = 0 if cached_ids is None or not has_one_rope else min(length, longest, cached_ids.shape[1])
+    if cached_ids is not None and shared:
+        is_same = (prompt.mark(ids)[:, :shared] == cached_ids[:, :shared].to(ids.device)).all(0)
         same_tokens = int(is_same.long().cumprod(0).sum())
-        shared = shared_with_images(cached_tokens, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
+        shared = shared_with_images(cached_ids, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
     shared = cache.restorable_length(shared)  # 0 if a layer has forgotten what it needs
     cache.crop(shared - length)
     cache.history.rope_regime = regime

@@ -66,14 +66,14 @@ class CompressedLayer(TailLayer):
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
 
-    def begin_entries(self, new: int, sequence: ShardedSequence | None) -> None:
+    def begin_entries(self, new_count: int, sequence: ShardedSequence | None) -> None:
         """Begin a forward pass of new tokens on this rank, before the model compresses them."""
         self.sequence = sequence
         self.attends_locally = sequence is not None and not sequence.has_prefix
         if sequence is not None and self.attends_locally:
             self.query_positions = sequence.positions()
         else:
-            tokens = new if sequence is None else sequence.length
+            tokens = new_count if sequence is None else sequence.length
             self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:

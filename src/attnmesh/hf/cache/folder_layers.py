@@ -158,11 +158,11 @@ def recover_cache(
     subject = "ShardedCache.recover"
     with Agreement(RankMesh.of(new.mesh), subject):
         _check_recoverable(old, new, subject)
-    kv_caches, tokens = ([], None) if old is None else (old.kv_caches, old.tokens)
+    kv_caches, ids = ([], None) if old is None else (old.kv_caches, old.tokens)
     # A prefill that is interrupted in its first chunk leaves layers without a cache.
     is_complete = len(kv_caches) == new.num_kv_caches
     new.set_kv_caches(recover(kv_caches if is_complete else None, new.mesh, device=device, **new.kv_cache_options))
-    new.history = CacheHistory.of(gathered_ids(tokens, new.attention_layers[0].kv_cache), config)
+    new.history = CacheHistory.of(gathered_ids(ids, new.attention_layers[0].kv_cache), config)
 
 
 def _check_recoverable(old: Any, new: StoredLayers, subject: str) -> None:

@@ -16,7 +16,7 @@ from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift, shift_of
 class CacheHistory:
     """Record of the tokens of a cache. `CacheHistory()` is the record of an empty cache."""
 
-    tokens: Tensor | None = None
+    ids: Tensor | None = None
     """Ids of the tokens, as `ShardedCache.tokens` has them."""
     image_fingerprints: dict[str, Tensor] | None = None
     """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
@@ -40,19 +40,19 @@ class CacheHistory:
             raise KernelError(subject, expected, given, "call reset(), and prefill the prompts again")
 
     @staticmethod
-    def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
+    def of(ids: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
         """Return the record of a cache that was restored with these tokens."""
-        return CacheHistory(tokens, shift=shift_of(tokens, config))
+        return CacheHistory(ids, shift=shift_of(ids, config))
 
 
-def gathered_ids(tokens: Tensor | None, kv_cache: KVCache) -> Tensor | None:
+def gathered_ids(cached_ids: Tensor | None, kv_cache: KVCache) -> Tensor | None:
     """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
     own_ids = torch.zeros(kv_cache.config.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv_cache.config.batch:
-        own_ids = tokens
+    if cached_ids is not None and len(cached_ids) == kv_cache.config.batch:
+        own_ids = cached_ids
     lengths = [numbers[0] for numbers in dist_all_gather_ints([own_ids.shape[1]], kv_cache.rank_mesh.axes)]
     length = min(filter(None, lengths), default=0)
     if not length or length < kv_cache.length:

@@ -38,15 +38,15 @@ class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
         After an interrupted generation, the ids to continue from. None if the tokens were not cached by
         `attnmesh.hf.generate`. A folder has them, too.
         """
-        return self.history.tokens
+        return self.history.ids
 
     @tokens.setter
-    def tokens(self, tokens: Tensor | None) -> None:
-        previous, self.history.tokens = self.history.tokens, tokens
-        ids = previous[:, :0] if tokens is None and previous is not None else tokens
-        if self.folder is not None and ids is not None:
+    def tokens(self, ids: Tensor | None) -> None:
+        previous, self.history.ids = self.history.ids, ids
+        written = previous[:, :0] if ids is None and previous is not None else ids
+        if self.folder is not None and written is not None:
             try:
-                self.folder.write_ids(ids)
+                self.folder.write_ids(written)
             except StoreError as error:
                 device = next((kv_cache.device for kv_cache in self.kv_caches), torch.device("cpu"))
                 guard = CallGuard(RankMesh.of(self.mesh), device, self.checked)
@@ -99,8 +99,8 @@ class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
 
         If a layer finds no memory, the layers stay marked as mixed.
         """
-        tokens = None if self.tokens is None else self.tokens[index.to(self.tokens.device)]
-        mixed, reordered = replace(self.history, is_mixed=True), replace(self.history, tokens=tokens)
+        ids = None if self.tokens is None else self.tokens[index.to(self.tokens.device)]
+        mixed, reordered = replace(self.history, is_mixed=True), replace(self.history, ids=ids)
         layers = [layer for layer in self.layers if isinstance(layer, (ShardedLayer, StateLayer, CrossLayer))]
         steps = [partial_of(layer.steps_to_reorder, index) for layer in layers]
         unbroken([partial_of(setattr, self, "history", mixed), *steps, partial_of(setattr, self, "history", reordered)])

@@ -18,9 +18,9 @@ def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
         growth = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale))
         return (growth * layer.attn_scale + 1.0).double()  # from float32, as in the stock layer
 
-    tokens = sequence.positions()
-    positions = tokens - sequence.documents.bounds(tokens)[0]  # in each token's document
-    ratio: Tensor = scale(positions) / scale(sequence.start + torch.arange(len(tokens), device="cpu"))
+    indices = sequence.positions()
+    positions = indices - sequence.documents.bounds(indices)[0]  # in each token's document
+    ratio: Tensor = scale(positions) / scale(sequence.start + torch.arange(len(indices), device="cpu"))
     return ratio
 
 

@@ -82,12 +82,12 @@ class PooledIndexer:
         source.new_index_keys = torch.cat((means[:, :, 0], bias), -1)
         blocks = source.select(PooledScores(q, recognised), indexer.block_topk)
         if recognised.sequence is None:
-            tokens = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
+            indices = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
             own_positions = positions
         else:
-            tokens = recognised.sequence.positions()
-            own_positions = positions[:, tokens - recognised.sequence.start]
-        return Selection(_tokens(blocks, tokens.to(blocks), own_positions, ratio)[:, None])
+            indices = recognised.sequence.positions()
+            own_positions = positions[:, indices - recognised.sequence.start]
+        return Selection(_indices(blocks, indices.to(blocks), own_positions, ratio)[:, None])
 
 
 def _positions(lengths: Tensor | int, rows: Tensor, recognised: Any) -> Tensor:
@@ -105,8 +105,8 @@ def _positions(lengths: Tensor | int, rows: Tensor, recognised: Any) -> Tensor:
     return in_document
 
 
-def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
-    """Return the tokens of the blocks that end with `ends`, and the tokens of each query's incomplete block."""
+def _indices(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
+    """Return the indices of the tokens of the blocks that end with `ends`, and of each query's incomplete block."""
     offsets = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
     blocks = (ends[..., None] - offsets).masked_fill((ends == NO_INDEX)[..., None], NO_INDEX).flatten(-2)
     tail = (queries[:, None] - offsets[:-1]).expand(*positions.shape, -1)

@@ -96,7 +96,7 @@ class MergedPrompt:
 
 
 def merge_images(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any], left: int
+    model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, images: Mapping[str, Any], left: int
 ) -> MergedPrompt:
     """Return the prompt with its images merged.
 
@@ -104,9 +104,9 @@ def merge_images(
     `left` last tokens, which are left to decoding, is an image token.
     """
     decoder: Any = model.get_decoder()
-    mask = torch.ones_like(ids) if mask is None else mask
+    attention_mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     check_cross_mask(SUBJECT, ids, images)
-    arguments = _reach(model, decoder, {"input_ids": ids, "attention_mask": mask, **images})
+    arguments = _reach(model, decoder, {"input_ids": ids, "attention_mask": attention_mask, **images})
     _go_on_from_last(model, arguments.get("position_ids"))
     text_inputs = text_arguments(SUBJECT, type(model).__name__, decoder, arguments)
     if FEATURES in text_inputs:
@@ -115,7 +115,7 @@ def merge_images(
         image_tokens = ImageTokens(is_image, fingerprints_of(ids, images))
         return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), image_tokens, {}, [], cross_inputs)
     embeds = text_inputs["inputs_embeds"]
-    is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
+    is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & attention_mask.bool()
     if bool(is_image[:, -left:].any()):
         expected = f"{left} tokens of text at the end of a prompt"
         raise ShapeError(SUBJECT, expected, "an image token", "add text after the image")

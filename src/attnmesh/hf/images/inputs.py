@@ -135,22 +135,22 @@ NO_SHIFT = PositionShift(0, 0)
 """The shift of a text without images."""
 
 
-def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift | None:
+def shift_of(ids: Tensor | None, config: PreTrainedConfig) -> PositionShift | None:
     """Return the `shift` of a cache that was restored with these tokens: that of text, or None after images."""
     has_images = config.get_text_config(decoder=True) is not config  # there may be some
-    return None if has_images and (tokens is None or bool((tokens <= IMAGE_MARK).any())) else NO_SHIFT
+    return None if has_images and (ids is None or bool((ids <= IMAGE_MARK).any())) else NO_SHIFT
 
 
 def shared_with_images(
-    tokens: Tensor, cached_images: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
+    ids: Tensor, cached_images: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
 ) -> int:
     """Return how many of `shared` tokens have the same images in a prompt and a cache: all, or those before the first.
 
-    These `tokens` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
+    These `ids` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
     image token has the k-th feature. So the images of a prefix are the same if the `cached_images` are the first
     images of the prompt, or the prompt's the first of the cache.
     """
-    is_image = tokens <= IMAGE_MARK
+    is_image = ids <= IMAGE_MARK
     image_token_count = int(is_image[:, :shared].sum())
     if not image_token_count:
         return shared
@@ -159,7 +159,7 @@ def shared_with_images(
     if (
         cached_images is not None
         and is_whole
-        and _are_first(cached_images, image_tokens.fingerprints, exactly=len(tokens) > 1)
+        and _are_first(cached_images, image_tokens.fingerprints, exactly=len(ids) > 1)
     ):
         return shared
     return min(shared, int(is_image.any(0).long().argmax()))

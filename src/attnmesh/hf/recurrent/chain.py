@@ -80,11 +80,11 @@ class Chain:
         """Return the `size` tokens before this rank's part `x`, (batch, channels, tokens). Collective."""
         x = x if self.tokens else x[:, :, :0]
         width = size + self.kept_tokens
-        owners, lengths, own_tokens = self.owners, self.lengths, x
+        owners, lengths, own_part = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
             owners, lengths = [owners[0], *owners], [width, *lengths]
-            own_tokens = torch.cat([self._entering.popleft(), x], 2) if self.index == 0 else x
-        halo = halo_of_parts(own_tokens, width, self.axis, owners, lengths, dim=2)
+            own_part = torch.cat([self._entering.popleft(), x], 2) if self.index == 0 else x
+        halo = halo_of_parts(own_part, width, self.axis, owners, lengths, dim=2)
         halo = halo.narrow(2, halo.shape[2] - width, width)
         if self._fills_cache or self._is_last:
             joined = torch.cat([halo, x], 2)
@@ -233,14 +233,14 @@ def parts_of(layout: Layout, length: int, device_mesh: DeviceMesh | None, mask: 
     """Return the parts of each chain of a layout, early parts before late ones."""
     all_parts = []
     begin = 0
-    first_tokens = mask.document_edges(0, length)
+    first_indices = mask.document_edges(0, length)
     for axis, owners, lengths in _chains(layout, length, device_mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
         own_parts = ChainParts(axis, owners, lengths, document_lengths_of(mask, *edges[index : index + 2]))
         if mask.depends_on_length:
-            tokens_before = edges[index] - max(token for token in first_tokens if token <= edges[index])
-            resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
+            tokens_before = edges[index] - max(token for token in first_indices if token <= edges[index])
+            resets = [any(start <= token < stop for token in first_indices) for start, stop in pairwise(edges)]
             own_parts = own_parts._replace(before=tokens_before, resets=resets)
         all_parts.append(own_parts)
         begin = edges[-1]

@@ -99,9 +99,9 @@ class Rule:
     def cut(self, lengths: Sequence[int], args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the positional and the named arguments of each run of tokens."""
         arguments = [*enumerate(args), *options.items()]
-        tokens = {name: split(x, lengths, self.dim) for name, x in arguments if isinstance(x, Tensor) and x.ndim > 2}
+        parts = {name: split(x, lengths, self.dim) for name, x in arguments if isinstance(x, Tensor) and x.ndim > 2}
         for part in range(len(lengths)):
-            run_arguments = {name: tokens[name][part] if name in tokens else x for name, x in arguments}
+            run_arguments = {name: parts[name][part] if name in parts else x for name, x in arguments}
             yield [run_arguments.pop(number) for number in range(len(args))], run_arguments
 
     def outputs(self, stock: Stock, lengths: Sequence[int], *args: Any, **options: Any) -> Tensor:

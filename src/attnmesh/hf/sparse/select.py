@@ -35,9 +35,9 @@ def select_in_shards(scores: KeyScores, new: Tensor, sequence: ShardedSequence, 
     """
     keys = new if scores.whole else sequence.gather_tokens(new)
     device = new.device
-    tokens = torch.arange(sequence.length, device=device)
+    token_index = torch.arange(sequence.length, device=device)
     first, last = (x.to(device)[None] for x in sequence.mask_of(scores.recognised.mask).bounds(sequence.positions()))
-    index = IndexKeys(keys, tokens, tokens[None])
+    index = IndexKeys(keys, token_index, token_index[None])
     return unpack_candidates(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
 
 

@@ -92,13 +92,13 @@ def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: La
     ids = batch["input_ids"]
     labels = _shift_labels(batch)
     ranks = RankMesh.of(device_mesh).ranks
-    tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
-    if min(map(len, tokens_of_ranks)) == 0:  # models of transformers cannot compute none
+    indices_by_rank = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
+    if min(map(len, indices_by_rank)) == 0:  # models of transformers cannot compute none
         given = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks"
         fix = "use longer sequences, fewer ranks or layout=am.Striped()"
         raise ShapeError("shard_batch input_ids", "at least one token per rank", given, fix)
     counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
-    label_counts = () if counts is None else tuple(int(counts[tokens].sum()) for tokens in tokens_of_ranks)
+    label_counts = () if counts is None else tuple(int(counts[indices].sum()) for indices in indices_by_rank)
     sequence = ShardedSequence(
         device_mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange
     )
@@ -129,11 +129,11 @@ def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: La
 
 def _token_ranges(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     """Return the smallest and the largest token of all ranks, and those of the labels to learn."""
-    tokens = {"input_ids": ids}
+    ids_by_name = {"input_ids": ids}
     if labels is not None:
-        tokens["labels"] = labels.masked_fill(labels == IGNORE_INDEX, 0)
-    ends = torch.stack([end.long() for x in tokens.values() for end in x.aminmax()]).cpu()  # read once
-    return dict(zip(tokens, ends.split(2), strict=True))
+        ids_by_name["labels"] = labels.masked_fill(labels == IGNORE_INDEX, 0)
+    ends = torch.stack([end.long() for x in ids_by_name.values() for end in x.aminmax()]).cpu()  # read once
+    return dict(zip(ids_by_name, ends.split(2), strict=True))
 
 
 def agree_on_batch(

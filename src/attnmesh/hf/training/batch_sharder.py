@@ -53,7 +53,7 @@ class ShardedCall:
     sequence: ShardedSequence
     whole_mask: Tensor
     """Padding of the whole batch."""
-    tokens: slice
+    token_slice: slice
     """The tokens along dim 1 whose outputs the model returns on one device."""
     moved: MovedRows | None
     """Rows that were moved for the call, and move back."""
@@ -173,8 +173,8 @@ class BatchSharder:
         part = shard_agreed(agreed, device_mesh, layout, self.exchange)
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-        tokens = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
-        self.call = ShardedCall(module, part["input_ids"].sequence, mask, tokens, moved)
+        token_slice = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
+        self.call = ShardedCall(module, part["input_ids"].sequence, mask, token_slice, moved)
         record = self.call.sequence.forward_pass
         if (self.hides_padding or module in self.under_classes) and not bool(mask.all()):
             record.key_lengths = mask.sum(1).cpu()  # which each layer reads
@@ -204,9 +204,9 @@ class BatchSharder:
         self.chosen.add(chosen)
         length = batch.positions.shape[1]
         documents = max(1, len(batch.documents.documents))
-        tokens = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
+        size = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
         place = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
-        getLogger(__name__).info("%s: %s", tokens, place)
+        getLogger(__name__).info("%s: %s", size, place)
 
     def _gather_routers(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the outputs of the layers with the routers' logits of all tokens, for a loss that balances experts."""
@@ -241,7 +241,7 @@ class BatchSharder:
             if isinstance(value, (tuple, list)):
                 return type(value)(gathered(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-                return ShardedOutput.of(value, sequence=sequence, tokens=call.tokens, moved=call.moved)
+                return ShardedOutput.of(value, sequence=sequence, token_slice=call.token_slice, moved=call.moved)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return mean_over_ranks(value, sequence.mesh) if is_loss else value
 
@@ -262,7 +262,7 @@ def _check_padding_tokens(batch: Mapping[str, Any], config: Any) -> None:
 class ShardedOutput(ShardTensor):
     """Output of this rank's tokens. The first function of PyTorch that reads it gathers the tokens of all ranks."""
 
-    tokens: slice
+    token_slice: slice
     """The tokens along dim 1 that the model returns on one device."""
     moved: MovedRows | None
     """Rows that were moved for the call, and move back."""
@@ -285,7 +285,7 @@ class ShardedOutput(ShardTensor):
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:
             outputs = apply(_Gather, self.plain(), self.sequence)
-            self.gathered = (outputs if self.moved is None else self.moved.back(outputs))[:, self.tokens]
+            self.gathered = (outputs if self.moved is None else self.moved.back(outputs))[:, self.token_slice]
         return self.gathered
 
 

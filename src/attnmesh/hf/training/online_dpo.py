@@ -53,6 +53,8 @@ class MeshOnlineDPO(RewardFunctions):
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
         logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
-        token_logprobs = ShardedOutput.of(logprobs, sequence=logits.sequence, moved=logits.moved, tokens=logits.tokens)
+        token_logprobs = ShardedOutput.of(
+            logprobs, sequence=logits.sequence, moved=logits.moved, token_slice=logits.token_slice
+        )
         gathered = token_logprobs.gather_tokens()
         return gathered[:, first : first + count, 0]
