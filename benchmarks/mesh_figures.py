@@ -120,8 +120,8 @@ def _write(axes: "Axes", problem: Problem, owners: Tensor) -> None:
     axes.set_title(title, loc="left", pad=24, fontsize=12, fontweight="bold", color=INK)
     balance = _balance(owners, problem.shape)
     axes.annotate(balance, (0, 1), (0, 9), "axes fraction", "offset points", fontsize=9, color=FAINT)
-    tokens = range(0, problem.length, max(1, problem.length // 4))
-    ticks, labels = [token + 0.5 for token in tokens], [str(token) for token in tokens]
+    indices = range(0, problem.length, max(1, problem.length // 4))
+    ticks, labels = [token + 0.5 for token in indices], [str(token) for token in indices]
     axes.set_xticks(ticks, labels)
     axes.set_yticks(ticks, labels)
     axes.set_xlabel("key", fontsize=10, color=INK)

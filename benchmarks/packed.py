@@ -177,7 +177,7 @@ def count(mask: Mask, layout: Layout, shape: Shape) -> tuple[float, float]:
     length = mask.ends[-1]
     queries, keys, _, by_source = count_tokens(Problem(mask, shape, layout, layout, length, length))
     pairs = by_source.sum(1)
-    queries, keys = (tokens * (1 - torch.eye(tokens.shape[-1])) for tokens in (queries, keys))  # from others
+    queries, keys = (counts * (1 - torch.eye(counts.shape[-1])) for counts in (queries, keys))  # from others
     received = queries.sum(1) + queries.sum(2) + 2 * keys.sum(1).T  # q, out, and both of k and v, by (r, c)
     return float(pairs.max() / pairs.mean()), float(received.max() / length / shape.heads)
 

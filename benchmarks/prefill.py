@@ -304,8 +304,8 @@ def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
     """Return the elements that a rank receives: q, dout, k and v, and the returned out, dq, dk and dv."""
     q_heads, kv_heads = (heads // shape.heads for heads in case.heads)
     rows_in = sum(count for _, count in plan.query_step.receive)
-    rows_back = sum(len(tokens) for peer, tokens in plan.query_step.return_from if peer != c)
+    rows_back = sum(len(indices) for peer, indices in plan.query_step.return_from if peer != c)
     keys_in = sum(count for step in plan.key_steps for _, count in step.receive)
-    keys_back = sum(len(tokens) for step in plan.key_steps for peer, tokens in step.return_from if peer != r)
+    keys_back = sum(len(indices) for step in plan.key_steps for peer, indices in step.return_from if peer != r)
     keys_back += sum(count for step in plan.gradient_steps if step for _, count in step.receive)
     return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))

@@ -95,9 +95,9 @@ def _compared(model: Any, texts: list[list[int]], caches: list[hf.ShardedCache],
         start = process_time()
         for _ in range(STEPS):
             began = perf_counter()
-            tokens = hf.decode_rows(model, [text[-1] for text in texts], caches).argmax(-1).tolist()
+            next_ids = hf.decode_rows(model, [text[-1] for text in texts], caches).argmax(-1).tolist()
             together.append(perf_counter() - began)
-            for text, token in zip(texts, tokens, strict=True):
+            for text, token in zip(texts, next_ids, strict=True):
                 text.append(token)
         middle = process_time()
         for row, cache in enumerate(copies):

@@ -380,12 +380,12 @@ def generate_on_machine(world: int, _: Any, request: Any, *, on_message: Callabl
     torch.Generator().manual_seed(request.seed)
     on_message(("loaded", 0.1))
     on_message(("prefilled", len(request.prompt.ids)))
-    tokens = list(request.prompt.ids[-4:])
-    for token in tokens:
+    ids = list(request.prompt.ids[-4:])
+    for token in ids:
         on_message(("token", token))
     ones = [1] * world
     figures = (len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, ones, ones, "whole", ones, ones)
-    return [generate_worker.GenerateResult(tokens, "length", *figures)]
+    return [generate_worker.GenerateResult(ids, "length", *figures)]
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:
