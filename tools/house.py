@@ -255,6 +255,30 @@ def misnamed_checks(trees: dict[str, ast.Module]) -> Found:
     return found
 
 
+PUBLIC_TOKENS = {
+    "cache.pages: tokens: Tensor",
+    "cli.generate_worker: tokens: list[int]",
+    "hf.serving.row_pass: tokens: Sequence[NextIds]",
+}
+"""Where users know `tokens` as no count: `KVCache.pages`, `generate --json` and `hf.decode_rows`."""
+
+
+def uncounted_tokens(trees: dict[str, ast.Module]) -> Found:
+    """Return where a parameter, a field or an annotated variable is called `tokens`, and its annotation is no count.
+
+    A count is an `int` or a `float`, or None. A sequence of ints could be one of ids, so it has another name.
+    """
+    found = []
+    for name, tree in trees.items():
+        for node in _nodes(tree):
+            if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+                named = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target).rpartition(".")[2]
+                kinds = {*ast.unparse(node.annotation).split(" | ")}
+                if named == "tokens" and kinds - {"int", "float", "None"}:
+                    found.append(f"{name}: tokens: {ast.unparse(node.annotation)}")
+    return [one for one in found if one not in PUBLIC_TOKENS]
+
+
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
@@ -273,6 +297,7 @@ COUNTS = {
     "reads of fields of Mask outside of its file": (mask_fields_read, 0),
     "functions called check_ that return a value, or checked_ that return none": (misnamed_checks, 0),
     "functions that are collective once, and are not called agreed_ or agree_on_": (unnamed_collectives, 0),
+    "names `tokens` that are no count": (uncounted_tokens, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 

@@ -101,6 +101,19 @@ FOUND = {
         {"core.one": "def checked_it(x) -> None: ..."},
         "core.one: checked_it",
     ),
+    "tokens": (
+        house.uncounted_tokens,
+        {
+            "core.one": "def f(tokens: int, ids: list[int]): ...\nclass A:\n    tokens: float | None = None",
+            "core.two": "def f(self, tokens: int):\n    self.tokens: Tensor = x\n    tokens = x",
+        },
+        "core.two: tokens: Tensor",
+    ),
+    "tokens of a parameter": (
+        house.uncounted_tokens,
+        {"core.one": "class A:\n    def f(self, *, tokens: Sequence[int] = ()): ..."},
+        "core.one: tokens: Sequence[int]",
+    ),
     "rooms": (
         house.shadowed_rooms,
         {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},
