@@ -74,8 +74,8 @@ def test_a_view_made_before_has_padding_that_comes_later(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("length", "capacity", "slots", "new_count"),
-    [(11, 14, 40, 4), (8, 40, 5, 2), (11, 40, 7, 4), (11, 40, 40, 5)],
-    ids=["the capacity", "the slots", "the slots, beside another rank", "a run"],
+    [(11, 14, 40, 4), (8, 40, 5, 2), (6, 40, 5, 4), (11, 40, 40, 5)],
+    ids=["the capacity", "the slots", "the slots, after another rank", "a run"],
 )
 def test_tokens_that_do_not_fit_are_not_written(length: int, capacity: int, slots: int, new_count: int) -> None:
     """A native call writes tokens without a look at how much memory there is."""
