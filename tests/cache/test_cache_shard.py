@@ -58,3 +58,32 @@ def test_a_view_is_kept_and_counts_along(kind: str, tmp_path: Path) -> None:
     shard.truncate(LENGTH - 1)
     assert shard.view is view
     assert {int(piece.device_counts[0]) for piece in (*view.earlier_pieces, view)} == {LENGTH - 1}
+
+
+@pytest.mark.parametrize("kind", ["memory", "fork"])
+def test_a_view_made_before_has_padding_that_comes_later(kind: str, tmp_path: Path) -> None:
+    shard = shard_of(kind, tmp_path)
+    assert shard.view.padding is None
+    token_mask = torch.tensor([[True, False]])
+    shard.append_own(tuple(numbers(2, 1, 1, 2, 8, seed=2)), token_mask, (LENGTH, shard.used_slots))
+    assert [piece.padding is not None for piece in (*shard.view.earlier_pieces, shard.view)] == (
+        [True] * (1 + len(shard.earlier_pieces))
+    )
+    assert shard.view.padding is shard.padding
+
+
+@pytest.mark.parametrize(
+    ("length", "capacity", "slots", "new_count"),
+    [(11, 14, 40, 4), (8, 40, 5, 2), (6, 40, 5, 4), (11, 40, 40, 5)],
+    ids=["the capacity", "the slots", "the slots, after another rank", "a run"],
+)
+def test_tokens_that_do_not_fit_are_not_written(length: int, capacity: int, slots: int, new_count: int) -> None:
+    """A native call writes tokens without a look at how much memory there is."""
+    config = CacheConfig(1, 1, 8, 8, capacity, 4, torch.float32)
+    shard = MemoryShard(config, Axis(), BlockCyclic(4, 2), torch.device("cpu"), 0)
+    shard.append_own(tuple(numbers(2, 1, 1, length, 8, seed=1)), None, None)
+    shard.slots = slots
+    before = shard.device_counts.clone()
+    new = tuple(numbers(2, 1, 1, new_count, 8, seed=2))
+    assert not shard.try_append_run(new, new_count, length, shard.used_slots)
+    assert shard.device_counts.equal(before)

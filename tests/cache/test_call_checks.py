@@ -22,6 +22,7 @@ from attnmesh.cache.call_checks import (
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, LayoutError, ShapeError
+from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.mesh.axes import Axis
 
 pytestmark = pytest.mark.quick
@@ -48,6 +49,10 @@ def test_a_step_has_as_many_queries_as_there_are_tokens_at_most() -> None:
     assert [fault_of(cache, queries) for queries in (1, 2, 3, 4)] == [None, None, None, StepFault.LENGTH]
     assert fault_of(cache_of(0), 1) is StepFault.LENGTH
     assert fault_of(cache_of(0), None) is None, "a graph reads no length"
+    full = cache_of(20)
+    assert fault_of(full, 1) is None
+    full.own_shard.device_counts[LENGTH] += 1  # as a graph that appends once more
+    assert fault_of(full, 1) is StepFault.LENGTH
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])

@@ -146,6 +146,24 @@ def test_forks_with_copies_are_recovered(pool: Pool) -> None:
     pool.run(2, check_recovered_forks)
 
 
+def test_a_copy_of_a_fork_shares_no_block() -> None:
+    """So it serves graphs and reproducible steps, as the error of a fork in a graph says."""
+    cache = random_cache(20)
+    fork = cache.fork()
+    other = deepcopy(fork)
+    assert [each.local_shards.forked for each in (cache, fork, other)] == [True, True, False]
+    assert not pieces(other)
+    other.local_shards.check_in_graph("decode")
+
+
+def test_a_fork_of_a_window_shares_no_block() -> None:
+    cache = random_cache(20, mask=am.Window(6))
+    for each in (cache.fork(), cache):
+        assert not each.local_shards.forked
+        assert not pieces(each)
+        each.local_shards.check_in_graph("decode")
+
+
 def test_a_graph_refuses_a_fork() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=50, dtype=torch.float32)
     cache.append(*numbers(2, 1, 2, 20, 8))

@@ -10,9 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.cache.block_cyclic import BlockCyclic, RankCounts
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.local_shards import LocalShards
+from attnmesh.cache.memory_shard import MemoryShard
 from attnmesh.cache.token_counter import TokenCounter
 from attnmesh.errors import UnforeseenError
+from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
@@ -104,6 +108,16 @@ def find_keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
 def test_next_rank_holds_the_copy(pool: Pool) -> None:
     assert pool.run(3, find_keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
     assert pool.run(4, find_keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
+
+
+def test_tokens_after_a_sharded_prefill_are_checked_each_time() -> None:
+    """Otherwise the rank whose memory ends first would raise alone."""
+    config, blocks = CacheConfig(2, 4, 6, 5, 120, 4, torch.float32), BlockCyclic(4, 2)
+    shards = LocalShards(Axis(2, 0), 1, lambda index: MemoryShard(config, Axis(), blocks, torch.device("cpu"), index))
+    assert shards.try_append_plain(new_tokens(1, 0))
+    shards.counter.set_rank_counts(RankCounts(blocks, 1, (1, 0)))
+    assert not shards.try_append_plain(new_tokens(1, 1))
+    assert shards.length == 1
 
 
 def test_the_cpu_counts_anew_after_an_append_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

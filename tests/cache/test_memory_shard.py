@@ -110,11 +110,13 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     other = turn.fork()
     turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
     third = turn.fork()
+    fourth = turn.fork()
     monkeypatch.setattr(module, "join_slots", counted)
-    for each, length in ((other, 30), (third, 161), (third, 9)):
+    for each, length in ((other, 30), (third, 161), (fourth, 9)):
+        copied.clear()
         each.truncate(length)
+        assert copied == [length % 4] * 3
         assert torch.equal(each.keys[:, :, :9], random_cache(150).keys[:, :, :9])
-    assert copied[:3] == [30 % 4] * 3
 
 
 def interrupted(function: Callable[[], object], name: str, line: int) -> bool:

@@ -210,7 +210,7 @@ def reopen_a_folder(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str,
     there = {}
     right = {}
     cache = tiered_cache(301, mesh, folder=path)
-    for left, least in (("unflushed", 0), ("flushed", 300)):
+    for left in ("unflushed", "flushed"):
         del cache
         gc.collect()
         dist.barrier()
@@ -221,7 +221,6 @@ def reopen_a_folder(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str,
         twin = plain(300, mesh)
         for n in (1, 3):
             right[f"{left}, {n} queries"] = torch.allclose(step_output(cache, n), step_output(twin, n), atol=FLOAT32)
-        assert least <= cache.length
     return there, right
 
 

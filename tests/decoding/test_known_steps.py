@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.errors import InputError
+from attnmesh.errors import InputError, LayoutError, MaskError
 from attnmesh.kernels.native.build import library
 from tests.support.caches.altered import append_on_this_rank_alone, forget_known_calls
 from tests.support.ranks.pool import Pool, on_each_rank
@@ -188,6 +188,26 @@ def test_bad_steps_are_refused_once_steps_are_known(q: Tensor, options: dict[str
         am.decode(query(5), cache, **each)  # type: ignore[arg-type]
     with pytest.raises(InputError):
         am.decode(q, cache, **options)  # type: ignore[arg-type]
+
+
+def test_a_known_reproducible_step_is_refused_once_tokens_are_padded() -> None:
+    cache = cache_on(1)
+    cache.append(*tokens(9, 0))
+    for _ in range(2):
+        am.decode(query(), cache, reproducible=True)
+    cache.append(*tokens(2, 1), token_mask=torch.tensor([[True, True], [False, True]]))
+    with pytest.raises(LayoutError, match="given a padded batch"):
+        am.decode(query(), cache, reproducible=True)
+
+
+def test_documents_are_compared_with_the_tokens_at_each_step() -> None:
+    cache, mask = cache_on(1), am.Causal() & am.Documents([2, 3])
+    cache.append(*tokens(5, 0))
+    for _ in range(2):
+        am.decode(query(), cache, mask=mask)
+    cache.append(*tokens(1, 1))
+    with pytest.raises(MaskError, match="documents that add up to 6 tokens"):
+        am.decode(query(), cache, mask=mask)
 
 
 @on_each_rank

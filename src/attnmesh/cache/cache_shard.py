@@ -257,11 +257,8 @@ class CacheShard(ABC):
         """View of this shard for kernels. It is made anew once the shard has other memory."""
         kv_tensors, earlier_pieces, view = self._viewed or (None, None, None)
         fits = kv_tensors is self.kv_tensors and earlier_pieces is self.earlier_pieces
-        if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
+        if view is None or not fits or view.padding is not self.padding:
             view = self.new_view()
-            self._viewed = self.kv_tensors, self.earlier_pieces, view
-        elif view.device_counts is not self.device_counts:
-            view = view._replace(device_counts=self.device_counts)
             self._viewed = self.kv_tensors, self.earlier_pieces, view
         for piece in view.earlier_pieces:
             self._copy_length_to(piece)

@@ -8,7 +8,7 @@ from attnmesh.errors import TooLong
 from attnmesh.hf.serving import prompt_queue
 from attnmesh.hf.serving.cache_memory import CacheMemory
 from attnmesh.hf.serving.chunk_pace import ChunkPace
-from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.engine_store import NoStore
 from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
@@ -116,14 +116,116 @@ def test_a_cache_that_cannot_go_back_is_forked_where_prompts_part() -> None:
     queue.ask([*range(400), 1], [*range(400), 2])
     for _ in range(2):
         queue.step()
-    assert Fork(0, 2) in [*queue.step(), *queue.step()] or 1 in queue.memory.kept_caches.snapshots
+    start, fork, *_ = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, start.moves, fork) == (0, False, Fork(0, 2))
+    while queue.step():
+        pass
+    queue.ask([*range(400), 3])
+    start, fill = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, start.moves, fill) == (2, False, Fill(3, 1, 401))  # the fork, which others need yet
+
+
+@pytest.mark.parametrize(("shared", "fork_points"), [(60, set()), (66, {66})])
+def test_a_cache_is_forked_where_prompts_part_if_that_saves_much(shared: int, fork_points: set[int]) -> None:
+    queue = Queue(crops_anywhere=False)
+    queue.keep(90, range(50), snapshot=True)
+    queue.keep(91, [*range(shared), 1000])
+    (asked,) = queue.ask([*range(shared), 2000, 2001])
+    queue.step()
+    assert asked.fork_points == fork_points
+
+
+def test_of_requests_that_may_have_failed_a_step_one_runs() -> None:
+    queue = Queue()
+    first, second, third = queue.ask(range(20), range(100, 120), range(200, 220))
+    first.suspected = second.suspected = True
+    for _ in range(4):
+        queue.step()
+    assert queue.requests.rows == [first, third]
+    first.suspected = False
+    queue.step()
+    assert queue.requests.rows == [first, third, second]
+
+
+class Loaded(NoStore):
+    """A store that has loaded a cache for each request."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+
+    def origin_of(self, request: EngineRequest) -> Origin | None:
+        return self.origin
+
+
+@pytest.mark.parametrize(("kept", "source", "drops"), [(20, 50, []), (40, 90, [50])])
+def test_a_loaded_cache_goes_if_a_prompt_goes_on_from_another(kept: int, source: int, drops: list[int]) -> None:
+    queue = Queue()
+    queue.prompts.store = Loaded(Origin(50, 30, moves=True))
+    queue.worker.hold(50, range(30))
+    queue.keep(90, range(kept))
+    queue.ask(range(60))
+    start, *_ = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, queue.memory.drops) == (source, drops)
+
+
+class WithChunks(FakeFootprint):
+    """Bytes of caches, where each chunk takes memory of its own."""
+
+    def chunk_bytes(self, tokens: int) -> int:
+        return 30
+
+
+def test_the_caches_of_a_step_do_not_go_for_its_chunk() -> None:
+    """A cache that a prompt goes on from, and one that is forked: they would be dropped too early."""
+    queue = Queue(crops_anywhere=False)
+    footprint: Any = WithChunks()
+    queue.memory.footprint = footprint
+    queue.keep(90, range(50), snapshot=True)
+    (asked,) = queue.ask(range(60))
+    queue.memory.limit = 80  # 10 for the prompt, and 20 of the 30 that its chunk takes
+    assert [type(operation) for operation in queue.step()] == [Start]
+    assert queue.memory.drops == []
+    queue.memory.evict(90)
+    queue.worker.do_drop(queue.memory.pop_drops())
+    asked.fork_points.add(50)
+    queue.memory.limit = 100  # for the fork alone
+    assert queue.step() == [Fork(0, 1)]
+    assert queue.memory.drops == []
+
+
+def test_a_prompt_that_has_no_room_beside_a_loaded_cache_waits() -> None:
+    queue, store = Queue(limit=310), NoStore()
+    queue.prompts.store, store.holds_memory = store, True
+    queue.worker.hold(50, range(1000, 1030))
+    (asked,) = queue.ask(range(300))
+    assert queue.step() == []
+    assert asked.finish_reason is None
+    queue.worker.do_drop([50])
+    assert isinstance(queue.step()[0], Start)
+
+
+def test_a_prompt_that_is_asked_again_goes_on_from_its_fork() -> None:
+    """Answers are computed by another rule than prompts: their caches are of no use for prompts."""
+    queue = Queue(crops_anywhere=False)
+    queue.worker.recomputes_by_token = True
+    queue.ask(range(40))
+    while queue.step():
+        pass
+    assert queue.memory.kept_caches.snapshots == {1}
+    queue.ask(range(40))
+    start, fill = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, fill) == (1, Fill(2, 1, 40))
 
 
 def test_a_prompt_waits_until_others_leave_room() -> None:
     queue = Queue(limit=500)
-    queue.ask(range(300))
+    queue.ask(range(400))
     queue.step()
-    (late,) = queue.ask(range(1000, 1300))
+    (late,) = queue.ask(range(1000, 1200))  # with the rest of the first it has no room
     queue.step()
     assert [*queue.requests.waiting] == [late]
     queue.requests.rows.clear()
@@ -138,6 +240,25 @@ def test_kept_caches_go_for_a_prompt() -> None:
     queue.ask(range(300))
     queue.step()
     assert queue.memory.drops == [90]
+
+
+def test_the_cache_that_a_prompt_goes_on_from_stays_for_it() -> None:
+    queue = Queue(limit=85)
+    queue.keep(90, range(50), snapshot=True)
+    queue.keep(91, range(1000, 1030))
+    queue.ask(range(60))
+    start, *_ = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, queue.memory.drops) == (90, [91])
+
+
+def test_the_cache_that_a_prompt_could_go_on_from_goes_if_nothing_else_does() -> None:
+    queue = Queue(limit=80)
+    queue.keep(90, [*range(20), *range(1000, 1040)], snapshot=True)
+    queue.ask(range(60))
+    start, *_ = queue.step()
+    assert isinstance(start, Start)
+    assert (start.source, queue.memory.drops) == (None, [90])
 
 
 def test_a_prompt_that_can_never_fit_is_refused() -> None:

@@ -149,6 +149,7 @@ def test_a_row_that_cannot_go_on_ends_alone() -> None:
     assert [one.finish_reason for one in asked] == ["length", "error", "length", "length"]
     assert [one.answer for one in asked if one.finish_reason == "length"] == [answer([100 * n], 6) for n in (1, 3, 4)]
     assert asked[1].answer == answer([200], 4)
+    assert not any(one.suspected for one in asked if one.finish_reason == "length")
 
 
 def test_a_prompt_that_cannot_begin_ends_alone() -> None:
@@ -193,14 +194,47 @@ def test_the_youngest_request_goes_back_for_want_of_memory(limit: int, monkeypat
     assert most <= limit
 
 
-def test_a_request_that_outgrows_the_memory_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_go_before_a_row_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cache_memory", "prompt_queue"):
+        monkeypatch.setattr(f"attnmesh.hf.serving.{module}.growth", fake_growth)
+    steps = Steps(limit=28, guesser=Guesses())
+    asked = steps.ask([100] * 10, [200] * 10, new=6)
+    steps.run()
+    assert [one.answer for one in asked] == [answer([100 * n], 6) for n in (1, 2)]
+    assert steps.scheduler.counts["preempted"] == 0
+
+
+def test_few_caches_are_kept() -> None:
+    """Each prompt is compared with the tokens of all of them."""
+    steps = Steps()
+    steps.ask(*([100 * n] * 5 for n in range(1, 10)), new=1)
+    steps.run()
+    steps.scheduler.update_requests()
+    assert len(steps.scheduler.memory.kept_caches.kept) == 8  # of four rows
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_request_that_outgrows_the_memory_alone_is_refused(is_forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose cache may share memory with others is computed again first: alone it may fit."""
     monkeypatch.setattr("attnmesh.hf.serving.cache_memory.growth", fake_growth)
     steps = Steps(limit=20)
     (asked,) = steps.ask(range(15), new=30)
+    steps.step()
+    asked.is_forked = is_forked
     steps.run()
+    assert steps.scheduler.counts["preempted"] == is_forked
     assert len(asked.answer) == 6
     with pytest.raises(TooLong, match="at most 20 bytes a rank, given 21 bytes"):
         list(asked)
+
+
+def test_a_replay_counts_the_tokens_of_its_prompt_that_a_cache_had() -> None:
+    steps = Steps()
+    steps.worker.hold(90, range(30))
+    steps.scheduler.memory.kept_caches.keep(90, "")
+    (asked,) = steps.ask(range(20), answer=[*range(20, 30)], new=12)
+    steps.run()
+    assert (asked.cached_tokens, steps.scheduler.counts["cached_tokens"]) == (20, 29)
 
 
 def test_cancelled_requests_end_with_the_next_step() -> None:
@@ -213,6 +247,18 @@ def test_cancelled_requests_end_with_the_next_step() -> None:
     assert steps.step() == []
     assert (row.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
     assert [*steps.scheduler.memory.kept_caches.kept] == [row.cache_id]
+
+
+def test_caches_of_answers_that_prompts_compute_otherwise_are_not_kept() -> None:
+    steps = Steps()
+    steps.worker.recomputes_by_token = True
+    cancelled, _ = steps.ask(range(9), range(100, 109), new=5)
+    for _ in range(3):
+        steps.step()
+    cancelled.cancel()
+    steps.run()
+    kept_caches = steps.scheduler.memory.kept_caches
+    assert {*kept_caches.kept} == kept_caches.snapshots
 
 
 def test_all_requests_end_with_the_engine() -> None:

@@ -45,10 +45,10 @@ class KeptCaches:
             self.images_digests[request.cache_id] = request.images_digest
 
     def stop_keeping(self, cache_id: int) -> None:
-        """Keep a cache no longer."""
+        """Keep a cache no longer: it is dropped, or is another's now."""
         self.kept.pop(cache_id, None)
-        self.ids.pop(cache_id, None)
         self.snapshots.discard(cache_id)
+        self.forget_dropped([cache_id])
 
     def forget_dropped(self, cache_ids: Iterable[int]) -> None:
         """Forget the images and tokens of caches that are dropped."""
