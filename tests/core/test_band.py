@@ -30,7 +30,10 @@ def test_bounds_within_some_keys_count_from_the_first_of_them() -> None:
 def test_a_band_is_the_mask_over_the_positions_of_its_keys(mask: Mask, queries: Tensor, keys: Tensor | int) -> None:
     places = torch.arange(keys) if isinstance(keys, int) else keys
     expected = mask.visible(queries, places)
-    assert torch.equal(Band.of(mask, queries, keys).visible(len(places)), expected)
+    band = Band.of(mask, queries, keys)
+    assert torch.equal(band.visible(len(places)), expected)
+    for bound in (band.low, band.high):  # also of queries far beyond the keys
+        assert 0 <= int(bound.min()) <= int(bound.max()) <= len(places)
 
 
 @given(st.sampled_from(MASKS), POSITIONS, POSITIONS, st.data())

@@ -89,6 +89,12 @@ def test_nan_of_any_sign_comes_first_and_is_returned() -> None:
     assert indices.tolist() == [1, 3, 0]
 
 
+def test_the_lowest_numbers_of_float64_are_scores() -> None:
+    lowest, *others = pairs(pack_candidates(torch.tensor([-1e300, -math.inf], dtype=torch.float64), torch.arange(2)))
+    assert lowest == (torch.finfo(torch.float32).min, 0)
+    assert others == [(-math.inf, NO_INDEX)]
+
+
 def test_the_largest_index_and_rows_of_no_entry_have_a_place() -> None:
     assert pairs(pack_candidates(torch.tensor([1.0, 1.0]), torch.tensor([NO_INDEX - 1, NO_INDEX]))) == [
         (1.0, NO_INDEX - 1),

@@ -5,7 +5,16 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from attnmesh.core.digest import SUM_ELEMENTS, bits, chained_digest, digest, digest_each, fingerprints, wide_bits
+from attnmesh.core.digest import (
+    SUM_ELEMENTS,
+    bits,
+    chained_digest,
+    cpu_weights,
+    digest,
+    digest_each,
+    fingerprints,
+    wide_bits,
+)
 
 
 def test_small_numbers_in_another_order_are_others() -> None:
@@ -59,6 +68,15 @@ def test_rows_are_added_up_as_the_widest_integers_that_they_are_made_of(width: i
     rows = torch.arange(5 * width, dtype=torch.bfloat16).reshape(5, width)
     assert wide_bits(rows).dtype == dtype
     assert torch.equal(wide_bits(rows).view(torch.bfloat16), rows.flatten())
+
+
+def test_rows_may_begin_between_wide_integers() -> None:
+    numbers = torch.arange(9, dtype=torch.bfloat16)
+    assert torch.equal(wide_bits(numbers[1:].view(2, 4)), wide_bits(numbers[1:].view(2, 4).clone()))
+
+
+def test_weights_are_odd_so_that_no_bit_is_lost() -> None:
+    assert bool((cpu_weights() % 2 == 1).all())
 
 
 def test_a_digest_of_each_row_is_that_of_the_row() -> None:

@@ -23,7 +23,7 @@ TOTAL = 40
 @st.composite
 def masks(draw: st.DrawFn) -> Mask:
     """Intersections of up to four masks over TOTAL tokens."""
-    reach = st.integers(0, TOTAL)
+    reach = st.integers(0, TOTAL) | st.just(FAR)
     lengths = st.lists(st.integers(0, 12), max_size=6).map(lambda sizes: _filled(sizes))
     one = st.one_of(
         st.builds(Full),
@@ -32,7 +32,7 @@ def masks(draw: st.DrawFn) -> Mask:
         st.builds(Window, reach),
         lengths.map(Documents),
         st.integers(1, TOTAL + 3).map(Chunks),
-        st.builds(Spans, spans, st.one_of(reach, st.just(FAR))),
+        st.builds(Spans, spans, reach),
     )
     mask = Full()
     for part in draw(st.lists(one, max_size=4)):
@@ -116,10 +116,28 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 @given(masks())
 def test_no_row_is_longer_than_its_limits(mask: Mask) -> None:
     first, last = clamped_bounds(mask)
-    assert int((torch.arange(TOTAL) - first).max()) < mask.max_causal_keys
+    back, ahead = torch.arange(TOTAL) - first, last - torch.arange(TOTAL)
+    assert int(back.max()) < mask.max_causal_keys
+    assert max(int(back.max()), int(ahead.max())) <= mask.max_distance
+    assert mask.is_causal == (mask.right == 0 and not mask.span_pairs)
+    if mask.is_causal:
+        assert int(ahead.max()) <= 0
     if not mask.span_pairs:
         assert int((last - first).max()) < mask.max_keys_per_query
-        assert mask.is_causal == (mask.right == 0)
+    if not mask.depends_on_length:
+        assert [mask.first_seen(position) for position in range(TOTAL)] == first.tolist()
+
+
+def test_documents_are_limits_too() -> None:
+    documents = Full() & Documents((3, 5))
+    assert (documents.max_causal_keys, documents.max_distance, documents.max_keys_per_query) == (5, 5, 5)
+
+
+def test_work_is_symmetric_where_queries_see_as_far_ahead_as_back() -> None:
+    assert Full().is_symmetric
+    assert Window(3, 3).is_symmetric
+    assert not Window(3, 4).is_symmetric
+    assert not Causal().is_symmetric
 
 
 @given(masks())
@@ -152,6 +170,8 @@ def test_a_mask_of_any_distance_shows_all(mask: Mask) -> None:
 def test_edges_of_documents_are_those_of_their_lengths(mask: Mask) -> None:
     edges = mask.document_edges(0, TOTAL)
     assert [stop - start for start, stop in pairwise(edges)] == [*(mask.documents or (TOTAL,))]
+    for start, stop in pairwise(edges):
+        assert mask.document_edges(start, stop) == [start, stop]
 
 
 @given(masks())
@@ -187,7 +207,24 @@ def test_each_mask_equals_its_definition() -> None:
 
 
 def test_a_reach_beyond_every_position_is_no_bound() -> None:
-    assert Window(2**63 - 1, 10**30) == Full()
+    assert Window(2**63 - 1, 10**30) == Full() & Chunks(10**30) == Full()
+
+
+def test_chunks_that_smaller_ones_cut_are_left_out() -> None:
+    assert (Chunks(6) & Chunks(3)).chunks == (3,)
+    assert (Chunks(6) & Chunks(4)).chunks == (4, 6)
+
+
+def test_a_shorter_problem_has_no_empty_documents_and_spans() -> None:
+    documents, spans = (
+        mask.scaled(lambda tokens: tokens // 5) for mask in (Documents((1, 30)), Spans([(1, 4), (5, 15)]))
+    )
+    assert documents.documents == (1, 5)
+    assert [*spans.span_pairs] == [(1, 3)]
+
+
+def test_the_first_tokens_of_one_sequence_are_one_sequence() -> None:
+    assert Window(2).cropped(4) == Window(2)
 
 
 def test_lengths_may_be_any_integers() -> None:
@@ -197,6 +234,10 @@ def test_lengths_may_be_any_integers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: Mask(right=0, spans=(1, 2, 3)),
+            r"Mask: .*ascending ends, chunks and spans, given .*\(1, 2, 3\)\. Fix",
+        ),
         (lambda: Window(-1), r"Window left: expected a whole number, 0 or more, given -1\. Fix: count the tokens"),
         (lambda: Window(2, -3), r"Window right: expected a whole number, 0 or more, given -3\. Fix"),
         (lambda: Window(2.0), r"Window left: expected a whole number, 0 or more, given 2\.0\. Fix"),

@@ -65,6 +65,22 @@ def test_two_stacked_partials_have_the_bits_of_two_in_a_list(dtype: torch.dtype)
     assert torch.equal(one.lse, other.lse)
 
 
+def test_partials_in_half_precision_are_summed_in_float32() -> None:
+    exact = [softmax(*problem(keys)) for keys in (3, 4)]
+    wide, half = (Partial(out.float(), lse.float()) for out, lse in exact)
+    half = Partial(half.out.bfloat16(), half.lse)
+    expected = merge_partials([wide, Partial(half.out.float(), half.lse)])
+    for pair in ([wide, half], [half, wide]):
+        assert torch.equal(merge_partials(pair).out, expected.out)
+    total = Partial(wide.out.clone(), wide.lse.clone())
+    merge_into(total, half)
+    torch.testing.assert_close(total.out, expected.out)
+    stacked = Partial(torch.stack([half.out, half.out]), torch.stack([half.lse, half.lse]))
+    assert torch.equal(merge_stack(stacked).out, half.out.float())
+    sinks = torch.zeros(ROWS[1])
+    assert with_sinks(half, sinks).out.dtype == merge_partials([half, half]).out.dtype == torch.bfloat16
+
+
 def test_a_sink_is_a_key_whose_value_is_0() -> None:
     logits, values = problem(5)
     sinks = torch.tensor([-3.0, 0.0, 30.0], dtype=torch.float64)

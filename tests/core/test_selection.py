@@ -53,6 +53,12 @@ def test_no_rows_and_no_indices_are_no_fault() -> None:
         assert not empty.faulty(5).any()
 
 
+def test_an_index_has_65536_keys_at_most() -> None:
+    assert of_rows([[0]], block=65536).block == 65536
+    with pytest.raises(am.errors.ShapeError, match="at most 65536 keys an index"):
+        of_rows([[0]], block=65537)
+
+
 def test_parts_have_the_indices_of_their_heads_and_queries() -> None:
     indices = torch.arange(24, dtype=torch.int32).view(1, 2, 4, 3)
     whole = Selection(indices, block=2)

@@ -70,6 +70,15 @@ def test_stored_again_rows_keep_their_values(storage: Storage) -> None:
     assert bool((error <= most).all())
 
 
+def test_scales_are_rounded_up_to_the_next_number_of_bfloat16() -> None:
+    numbers = torch.randn(1000).abs()
+    rounded = _rounded_up(numbers)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert bool((rounded >= numbers).all())
+    assert bool((rounded - numbers < numbers * 2**-7).all())
+    assert torch.equal(_rounded_up(rounded), rounded)
+
+
 def test_scales_of_any_nan_are_nan() -> None:
     """GPUs compute NaN with all bits set."""
     faults = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)

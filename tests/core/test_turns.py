@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh.core.turns import MAX_SHARE_ERROR, turns, widths_of
+from attnmesh.core.turns import MAX_SHARE_ERROR, Turn, turns, widths_of
 
 pytestmark = pytest.mark.quick
 
@@ -15,6 +15,14 @@ def test_turns_of_extreme_shares_are_found_at_once(shares: tuple[float, ...]) ->
         abs(n / sum(widths) - x / sum(shares)) <= 1.01 * MAX_SHARE_ERROR * x / sum(shares)
         for n, x in zip(widths, shares, strict=True)
     )
+
+
+def test_shares_that_are_multiples_but_for_rounding_are_exact() -> None:
+    assert widths_of((0.1, 0.2), 16) == (11, 22)
+
+
+def test_few_tokens_of_a_wide_turn_take_no_memory_for_the_others() -> None:
+    assert Turn(0, 2**40, 2**40 + 1).positions(3).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("shares", "block"), [((3, 1), 16), ((1, 1, 1), 4), ((0.3, 70, 2), 16), ((1e4, 1), 1)])

@@ -77,7 +77,7 @@ def pack_documents(lengths: tuple[int, ...], heads: int, rows: int, columns: int
 def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
     """Return runs cut into parts of `sizes` tokens. Runs of a part that touch become one.
 
-    >>> _cut([(0, 4), (6, 9)], [3, 4])
+    >>> _cut([(0, 2), (2, 4), (6, 9)], [3, 4])
     [((0, 3),), ((3, 4), (6, 9))]
     """
     next_runs = iter(runs)

@@ -48,7 +48,11 @@ class Turn(NamedTuple):
         return rounds * self.width + min(max(remainder - self.start, 0), self.width)
 
     def share(self, tokens: int) -> int:
-        """Return this rank's share of `tokens` tokens, rounded up."""
+        """Return this rank's share of `tokens` tokens, rounded up.
+
+        >>> [turn.share(7) for turn in turns((3, 1))]
+        [6, 2]
+        """
         return -(-tokens * self.width // self.period)
 
     def positions(self, length: int) -> Tensor:

@@ -1,9 +1,13 @@
 """Random numbers: all ranks of a mesh draw the same in generation, and each its own where they are of its tokens."""
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +31,21 @@ def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: t
         for source, state in zip(sources, states, strict=True) if differ else ():
             first = dist_all_gather_ints(state.tolist(), mesh.axes)[0]
             set_random_state(source, torch.tensor(first, dtype=torch.uint8, device="cpu"))
+
+
+def synchronize_all_generators(device_mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Set the generators of PyTorch, Python and NumPy on all ranks of each mesh to the state of the mesh's first rank.
+
+    Collective over the world, which has meshes of one size.
+    """
+    synchronize_generators((device_mesh,), device)
+    if device_mesh is None or RankMesh.of(device_mesh).ranks == 1:
+        return
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, (random.getstate(), np.random.get_state()))
+    python, numpy = states[int(device_mesh.mesh.flatten()[0])]
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ TRAINER = Upstream(
     "transformers",
     *TESTED_VERSIONS,
     (
+        "transformers:Trainer._load_rng_state",
         "transformers:Trainer.create_accelerator_and_postprocess",
         "transformers:Trainer.floating_point_ops",
         "transformers:Trainer.get_train_dataloader",
@@ -61,11 +62,13 @@ ACCELERATE = Upstream(
     (
         "accelerate:Accelerator.gather",
         "accelerate:Accelerator.gather_for_metrics",
+        "accelerate:Accelerator.load_state",
         "accelerate:Accelerator.num_processes",
         "accelerate:Accelerator.prepare_model",
         "accelerate:Accelerator.prepare_scheduler",
         "accelerate:Accelerator.process_index",
         "accelerate:Accelerator.reduce",
+        "accelerate.utils:broadcast_object_list",
         "accelerate.utils:gather",
         "accelerate.utils:gather_object",
     ),

@@ -1,11 +1,13 @@
 """Trainers that draw completions, on a mesh: the completions, rewards, losses and weights of stock TRL."""
 
+import random
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import trl
@@ -140,6 +142,29 @@ def catch_error_of_bad_reward(folder: str) -> str:
 
 def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
     check_failed_reward(pool.run(4, catch_error_of_bad_reward, str(tmp_path)), 2)
+
+
+def drawn_reward(completions: list[str], **_: Any) -> list[float]:
+    """Return rewards that Python and NumPy draw."""
+    return [random.random() + float(np.random.rand()) for _ in completions]
+
+
+@on_each_rank
+def draw_after_rewards(folder: str) -> tuple[float, float]:
+    """Return what Python and NumPy draw after a step with rewards that draw numbers, on the first rank of a mesh."""
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.GRPOConfig, folder, **OPTIONS | {"max_steps": 1, "gradient_accumulation_steps": 1})
+        hf.on_mesh(trl.GRPOTrainer, mesh_of(1, Shape(1, 1, 2)))(
+            model=families.model("llama", "attnmesh"), reward_funcs=drawn_reward, args=given, train_dataset=prompts(),
+            processing_class=tokenizer(),
+        ).train()  # fmt: skip
+        return random.random(), float(np.random.rand())
+
+
+def test_ranks_draw_the_same_after_rewards_that_draw(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, draw_after_rewards, str(tmp_path))
+    assert one == other
 
 
 class Room:

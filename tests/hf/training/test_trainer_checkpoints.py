@@ -1,20 +1,33 @@
 """Training on a mesh that stops and goes on from its files has the losses and weights of one that did not stop."""
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
 from tests.support.models import families
+from tests.support.models.families import prompt
 from tests.support.ranks.pool import Pool, on_each_rank
-from tests.support.training.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, train_on_rank
+from tests.support.training.trainers import (
+    FSDP,
+    collate,
+    examples,
+    fsdp_on_cpus,
+    launched,
+    mesh_of,
+    settings,
+    train_on_rank,
+)
 from tests.support.truth.tolerances import worst
 
 PAIR = Shape(1, 1, 2)
@@ -118,6 +131,49 @@ def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_pat
             assert all(torch.equal(weights[name], x) and torch.equal(saved[name], x) for name, x in first.items())
 
 
+Numbers = tuple[float, float, float]
+"""Numbers that Python, NumPy and PyTorch draw."""
+
+
+def drawn() -> Numbers:
+    """Draw a number of each generator."""
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+def mask_by_python(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return a batch of one row, some of whose labels the generators of Python, NumPy and PyTorch remove."""
+    ids = rows[0]["input_ids"][None]
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) * 3 < sum(drawn()) / 3, -100)}
+
+
+@on_each_rank
+def train_on_masked_labels(data: int, shape: Shape, folder: str, resume: str | None) -> tuple[list[float], Numbers]:
+    """Return the losses of four steps, whose collator draws numbers, and what is drawn after them."""
+    with launched():
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 4}
+        given = settings(TrainingArguments, folder, save_strategy="steps", save_steps=2, **options)
+        trainer = hf.on_mesh(Trainer, mesh_of(data, shape))(
+            model=families.model("llama", "attnmesh", num_hidden_layers=1), args=given, data_collator=mask_by_python,
+            train_dataset=[{"input_ids": prompt(17 + 2 * number)[0]} for number in range(9)],
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], drawn()
+
+
+@pytest.mark.parametrize(
+    ("data", "saved", "shape"),
+    [(1, PAIR, Shape(1, 1, 3)), pytest.param(2, PAIR, Shape(1, 2, 2), marks=pytest.mark.long)],
+    ids=["more ranks", "fewer meshes"],
+)
+def test_ranks_of_a_mesh_draw_the_same_where_other_ranks_saved(
+    data: int, saved: Shape, shape: Shape, pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(data * saved.ranks, train_on_masked_labels, data, saved, str(tmp_path), None)
+    resume = str(tmp_path / "checkpoint-2")
+    first, *others = pool.run(shape.ranks, train_on_masked_labels, 1, shape, str(tmp_path / "again"), resume)
+    assert others == [first] * (shape.ranks - 1)
+
+
 # --- accelerate ---
 
 
@@ -178,6 +234,31 @@ def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: P
     for loops in answers:
         assert loops.resumed_losses == loops.losses[2:]
         assert all(torch.equal(by_hand[name], x) for name, x in loops.weights.items())
+
+
+@on_each_rank
+def count_after_loading(shape: Shape, folder: str, saves: bool) -> tuple[int, bool, Numbers]:
+    """Return the step in an accumulation, whether the next one steps the optimizer, and what is drawn."""
+    from accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = hf.prepare(accelerator, families.model("llama", "attnmesh", num_hidden_layers=1), mesh_of(1, shape))
+        model = accelerator.prepare(model)
+        if saves:
+            with accelerator.accumulate(model):
+                accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        with accelerator.accumulate(model):
+            return accelerator.step, accelerator.sync_gradients, drawn()
+
+
+def test_more_ranks_go_on_within_an_accumulation(pool: Pool, tmp_path: Path) -> None:
+    """By itself accelerate counts from 0 on the ranks that saved nothing: only some would average gradients."""
+    saved = pool.run(2, count_after_loading, PAIR, str(tmp_path), True)
+    assert [step for step, *_ in saved] == [2, 2]
+    assert pool.run(3, count_after_loading, Shape(1, 1, 3), str(tmp_path), False) == [saved[0]] * 3
 
 
 @on_each_rank

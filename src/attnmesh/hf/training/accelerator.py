@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, MeshError, short
+from attnmesh.hf.random_numbers import synchronize_all_generators
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
@@ -162,6 +163,8 @@ class MeshAccelerator:
 
     replicas: Replicas
     sharder: BatchSharder
+    device: torch.device
+    step: int
     _deals_batches = False
 
     @property
@@ -196,9 +199,12 @@ class MeshAccelerator:
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load the state of training, of which each rank holds a part."""
+        """Load the state of training, of which each rank holds a part, also where more ranks or fewer have saved it."""
         with self.sharder.active(False):
             super().load_state(*args, **kwargs)  # type: ignore[misc]
+        # accelerate loads random numbers, and the step of an accumulation, on the ranks that have a file alone.
+        synchronize_all_generators(self.sharder.device_mesh, self.device)
+        self.step = ACCELERATE.find("accelerate.utils:broadcast_object_list")([self.step])[0]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as accelerate does. FSDP2 adds hooks to a model."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attnmesh.errors import KernelError, ShapeError, UnforeseenError
-from attnmesh.hf.random_numbers import synchronize_generators
+from attnmesh.hf.random_numbers import synchronize_all_generators
 from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refuse_argument
 
 LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
@@ -49,7 +49,7 @@ class RewardFunctions(MeshRollouts):
         if failure:
             fix = "see the error of the rank that raised"
             raise UnforeseenError("reward function", "a reward for each completion", failure, fix)
-        synchronize_generators((self.sharder.device_mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        synchronize_all_generators(self.sharder.device_mesh, self.accelerator.device)  # a reward may have drawn numbers
         return reports[self.accelerator.replicas.mesh_index][1]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.hf.random_numbers import synchronize_all_generators
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.training.distillation import MeshDistillation
@@ -134,6 +135,12 @@ class MeshTrainer:
         if isinstance(seed, partial_of) and "rank" in seed.keywords:
             read.worker_init_fn = partial_of(seed, rank=self.accelerator.replicas.mesh_index)
         return loader
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random numbers of a checkpoint. Ranks of a mesh go on alike where other meshes have saved it."""
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            synchronize_all_generators(self.sharder.device_mesh, self.accelerator.device)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step on shards."""
