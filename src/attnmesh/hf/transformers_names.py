@@ -68,7 +68,6 @@ ACCELERATE = Upstream(
         "accelerate:Accelerator.prepare_scheduler",
         "accelerate:Accelerator.process_index",
         "accelerate:Accelerator.reduce",
-        "accelerate.utils:broadcast_object_list",
         "accelerate.utils:gather",
         "accelerate.utils:gather_object",
     ),

@@ -158,6 +158,10 @@ def _replicas(device_mesh: DeviceMesh | None, processes: int) -> Replicas:
     return Replicas(index, len(groups), len(mesh_ranks), group)
 
 
+NOT_LOADED = -1
+"""The step of an accelerator for which a state has none."""
+
+
 class MeshAccelerator:
     """First base of the class of an accelerator whose processes are meshes."""
 
@@ -199,12 +203,21 @@ class MeshAccelerator:
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load the state of training, of which each rank holds a part, also where more ranks or fewer have saved it."""
-        with self.sharder.active(False):
-            super().load_state(*args, **kwargs)  # type: ignore[misc]
-        # accelerate loads random numbers, and the step of an accumulation, on the ranks that have a file alone.
-        synchronize_all_generators(self.sharder.device_mesh, self.device)
-        self.step = ACCELERATE.find("accelerate.utils:broadcast_object_list")([self.step])[0]
+        """Load the state of training, of which each rank holds a part.
+
+        Where more ranks load it than have saved it, accelerate restores random numbers and the step of an accumulation
+        on some ranks. The ranks of each mesh then take the numbers of its first rank, and all take the step of rank 0.
+        """
+        before, self.step = self.step, NOT_LOADED
+        try:
+            with self.sharder.active(False):
+                super().load_state(*args, **kwargs)  # type: ignore[misc]
+                steps = ACCELERATE.find("accelerate.utils:gather_object")([self.step])
+        finally:
+            self.step = before if self.step == NOT_LOADED else self.step
+        if NOT_LOADED in steps and steps[0] != NOT_LOADED:
+            synchronize_all_generators(self.sharder.device_mesh, self.device)
+            self.step = steps[0]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as accelerate does. FSDP2 adds hooks to a model."""
