@@ -62,10 +62,7 @@ DRAWN = {
     ),
 }
 """Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
-LEFT_OUT = (
-    *("core/", "mesh/", "runtime/", "comm/merges"),
-    *("kernels/traced", "kernels/rectangles", "kernels/native/native_digest"),
-)
+LEFT_OUT = "core/", "mesh/", "runtime/", "comm/merges", "kernels/traced", "kernels/rectangles"
 """Files of values and of questions, whose functions a drawing leaves out."""
 TRANSPORT = "comm/transport.py"
 """The file whose functions are drawn also where `RequestedMerge.run` of comm calls them."""

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.comparison import announce_comparison, drop_unreceived
-from attnmesh.comm.gather import all_gather_ints
+from attnmesh.comm.gather import all_gather_ints, announce_comparison, drop_unreceived
 from attnmesh.comm.merges import MERGES, OUTPUTS, Merge
 from attnmesh.comm.mismatch import checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge, best_across, highest_checksum, nan_unless_equal

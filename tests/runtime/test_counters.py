@@ -8,7 +8,6 @@ import torch
 from attnmesh.runtime.counters import (
     ReceivedTraffic,
     count_messages,
-    count_received,
     count_traffic,
     current_traffic,
     timed_merge,
@@ -16,12 +15,12 @@ from attnmesh.runtime.counters import (
 
 pytestmark = pytest.mark.quick
 
-RECEIVED = {1: (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)), 3: (torch.zeros(5, dtype=torch.int64),)}
+RECEIVED = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(5, dtype=torch.int64)
 
 
 def test_vectors_scalars_and_bytes_are_counted() -> None:
     with count_traffic() as traffic:
-        count_received(RECEIVED)
+        traffic.add(RECEIVED)
         count_messages(count=3, size=100)
     assert (traffic.vectors, traffic.scalars) == (24, 6)
     assert traffic.bytes == 24 * 4 + 6 * 4 + 5 * 8 + 300
@@ -29,7 +28,7 @@ def test_vectors_scalars_and_bytes_are_counted() -> None:
 
 def test_nothing_is_counted_outside_nor_for_another_thread() -> None:
     def receive() -> None:
-        count_received(RECEIVED)
+        count_messages(count=3, size=100)
         with timed_merge():
             pass
 

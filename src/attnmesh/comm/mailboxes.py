@@ -35,6 +35,7 @@ from torch import Tensor
 from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.reduction_tree import Round
+from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.private_file import open_without_links
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
@@ -141,7 +142,8 @@ class Mailboxes:
     """Boxes of this rank. `members` are the ranks that share the memory, by index of the axis; `index` is this one.
 
     A receive fails after `timeout` seconds, or when the sender's process ends. `processes` are the process ids of the
-    members, or 0 for a process that is not visible from here.
+    members, or 0 for a process that is not visible from here. `ranks` are those of the axis, by their number in the
+    world.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Mailboxes:
         index: int,
         processes: Sequence[int],
         timeout: float,
+        ranks: frozenset[int] = frozenset(),
     ) -> None:
         count = len(members)
         size = BOX_HEADER_BYTES + MESSAGE_BYTES
@@ -179,10 +182,10 @@ class Mailboxes:
         """Exchanges of numbers by the boards."""
         self.drops = 0
         """Times that the ranks have dropped messages of calls that differ."""
-        self.ranks = frozenset[int]()
-        """Ranks of the world along the axis, for which `topology` made these boxes."""
+        self.ranks = ranks
         self.lock = Lock()
         OPEN_MAILBOXES.add(self)
+        MAILBOXES_OF_MESHES.clear()
 
     def holds(self, merge_round: Round) -> bool:
         """Return whether all ranks of a round are members."""
@@ -401,6 +404,10 @@ class Mailboxes:
 
 OPEN_MAILBOXES = WeakSet[Mailboxes]()
 """All mailboxes of this process."""
+
+MAILBOXES_OF_MESHES = Memo[Sequence[Mailboxes]]()
+"""Mailboxes between the ranks of each mesh, as `gather.py` finds them; cleared when others are opened."""
+WORLD.on_close(MAILBOXES_OF_MESHES.clear)
 
 
 class MismatchWatch:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import SUM_ELEMENTS, digest
-from attnmesh.kernels.native.native_digest import digest_on_cpu
+from attnmesh.kernels.native.native_digest import digest_of_call
 from attnmesh.kernels.stacked_merge import launch_checksum, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
 
@@ -71,17 +71,11 @@ def call_checksum(
         checksum = like.new_empty(2) if into is None else into
         return launch_checksum(tensors, call_hash, device_counts, MODULUS, checksum)
     if device_counts.is_cpu:
-        total: int | Tensor = call_digest(tensors, call_hash, device_counts)
+        total: int | Tensor = digest_of_call(tensors, call_hash, device_counts)
     else:
         total = sum(map(digest, tensors), start=call_hash + device_counts[0])
     checksum = checksum_of(total, like)
     return checksum if into is None else into.copy_(checksum)
-
-
-def call_digest(tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor) -> int:
-    """Return the digest of a call on CPUs. Its checksum has the digest modulo `MODULUS`."""
-    tokens: int = device_counts.tolist()[0]
-    return tokens + call_hash + sum(map(digest_on_cpu, tensors))
 
 
 def question_like(like: Tensor) -> Tensor:

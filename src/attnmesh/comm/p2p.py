@@ -18,10 +18,10 @@ from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
-from attnmesh.runtime.counters import bytes_of, count_received
+from attnmesh.runtime.counters import current_traffic
 from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.ranges import EXCHANGE_RANGE, is_profiled, profiled_as
-from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.tensors import Tensors, bytes_of
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: pairs of the indices of some tokens, and the results for these."""
@@ -140,7 +140,9 @@ class Channel(NamedTuple):
         queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
         post = profiled_as(EXCHANGE_RANGE, transport.post) if is_profiled() else transport.post
         waits = post(posts, activity, is_fixed_size=True)
-        count_received(receives)
+        if (traffic := current_traffic.get()) is not None:
+            for shapes in receives.values():
+                traffic.add(shapes)
 
         def finish() -> dict[int, Tensors]:
             try:

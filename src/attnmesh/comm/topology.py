@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from attnmesh.comm.comparison import MAILBOXES_OF_MESHES
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.comm.merges import Merge, fastest_merge
@@ -112,10 +111,8 @@ def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
     if memory is None or not all(payloads[rank][0] and payloads[rank][3] for rank in members):
         return None
     processes = [payloads[rank][1] if payloads[rank][2] == pid_namespace else 0 for rank in members]
-    mailboxes = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
-    mailboxes.ranks = frozenset(dist.get_process_group_ranks(axis.group))
-    MAILBOXES_OF_MESHES.clear()
-    return mailboxes
+    ranks = frozenset(dist.get_process_group_ranks(axis.group))
+    return Mailboxes(memory, members, axis.index, processes, _timeout(axis), ranks)
 
 
 def agreed_axis_mailboxes(axis: Axis) -> Mailboxes | None:

@@ -23,7 +23,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
-from attnmesh.comm.mismatch import call_checksum, call_digest
+from attnmesh.comm.mismatch import call_checksum
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
@@ -32,6 +32,7 @@ from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
+from attnmesh.kernels.native.native_digest import digest_of_call
 from attnmesh.runtime.ranges import ATTENTION_RANGE, MERGE_RANGE, is_profiled, profiled_as
 
 
@@ -162,7 +163,7 @@ class HostMergedStep(PreparedStep):
         """
         assert blank.message is not None
         merge = profiled_as(MERGE_RANGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        if not merge(blank.message, call_digest(*inputs.parts_to_compare(self.facts, views))):
+        if not merge(blank.message, digest_of_call(*inputs.parts_to_compare(self.facts, views))):
             if self.checked is not False:
                 fields = partial_of(fields_of_step, inputs, self.spec)
                 merge_agreement_for(inputs.caches, self.spec.options, self.checked).raise_unequal(fields)

@@ -167,7 +167,7 @@ class StepInputs:
     def parts_to_compare(
         self, facts: tuple[Any, ...], views: Sequence[CacheView]
     ) -> tuple[Sequence[Tensor], int, Tensor]:
-        """Return what ranks compare of a call, as `call_digest` takes it: tensors, a hash, and device counts.
+        """Return what ranks compare of a call, as `digest_of_call` takes it: tensors, a hash, and device counts.
 
         The hash is of the facts, and of numbers that change between calls.
         """

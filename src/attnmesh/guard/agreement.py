@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.comparison import announce_comparison, drop_unreceived
-from attnmesh.comm.gather import all_gather_ints, all_gather_texts
+from attnmesh.comm.gather import all_gather_ints, all_gather_texts, announce_comparison, drop_unreceived
 from attnmesh.comm.topology import agreed_axis_mailboxes
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.cost.agreement_cost import PAYLOAD_SIZE

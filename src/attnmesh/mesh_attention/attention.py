@@ -9,7 +9,6 @@ attention                    any call
       run_task               not recorded
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import NotGiven, RankMesh, given_mesh
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
+from attnmesh.mesh_attention.executor import run_task
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_runs import mesh_op, run_on_one_rank, run_task, run_with_grad
+from attnmesh.mesh_attention.mesh_runs import mesh_op, run_on_one_rank, run_with_grad
 from attnmesh.mesh_attention.prepare_attention import PreparedAttention, prepare_attention
-from attnmesh.mesh_attention.task import task_of
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -190,10 +189,9 @@ def _run_on_mesh(
     record. Calls with latents or another partial are never recorded.
     """
     q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
-    key_lengths = arguments.key_lengths
-    spec, task = prepared.spec, prepared.task
-    indices = None if arguments.selected is None else arguments.selected.indices
-    if task is None and latents is None and other_partial is None:
+    spec = prepared.spec
+    if prepared.task is None and latents is None and other_partial is None:
+        key_lengths, indices = arguments.key_lengths, arguments.indices
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *spec.to_code())[0]
             return out
@@ -201,9 +199,5 @@ def _run_on_mesh(
             out, *_ = run_with_grad(q, k, v, sinks, key_lengths, indices, spec)
             return out
     with torch.no_grad():
-        if task is None:
-            widths = None if latents is None else latents.widths
-            task = task_of(spec, q.shape[1], (q, k, v), widths).with_visible_keys(key_lengths, indices)
-        if latents is not None:  # latents are expanded where they are attended
-            task = replace(task, projection=latents.projection)
+        task = prepared.task_for(arguments, latents)
         return run_task(q, (k, v) if latents is None else (latents.rows,), task, sinks, other_partial)

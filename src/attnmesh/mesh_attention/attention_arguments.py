@@ -116,6 +116,11 @@ class AttentionArguments(NamedTuple):
         return plain and not self.options.unsupported
 
     @property
+    def indices(self) -> Tensor | None:
+        """Indices of the selected keys."""
+        return None if self.selected is None else self.selected.indices
+
+    @property
     def sizes(self) -> TensorSizes:
         """Sizes that the tensors of all ranks share."""
         index_block = 0 if self.selected is None else self.selected.block

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.p2p import Channel, Returned, is_run, select_tokens
-from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, identity, merge_into, merge_partials, sum_dtype, with_sinks
 from attnmesh.kernels.driver import attend_visible, backward_visible
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.mesh.schedule import GatherStep, HeadGroup
@@ -30,7 +30,7 @@ from attnmesh.mesh_attention.head_swap import FinishSwap, HeadTensors, empty_tok
 from attnmesh.mesh_attention.task import Task, TaskStep
 from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.ranges import ATTENTION_RANGE, MERGE_RANGE, is_profiled, profiled_as
-from attnmesh.runtime.tensors import Tensors, empty_length_major
+from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
 FinishTensors = Callable[[], Tensors]
 """Awaits an exchange under way, and returns what has arrived."""
@@ -49,6 +49,14 @@ class GroupUnderWay:
     group: HeadGroup
     finish_queries: FinishTensors
     kv_by_step: Iterator[Tensors]
+
+
+def run_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None) -> Tensor:
+    """Return the output of a task, merged with `other_partial`. It has no gradients."""
+    partial = forward(q, kv, task, sinks)
+    if other_partial is not None:
+        partial = merge_partials([partial, other_partial])
+    return length_major(partial.out, q.dtype)
 
 
 def forward(

@@ -23,7 +23,7 @@ from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.executor import backward, forward
 from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
-from attnmesh.mesh_attention.task import Task, task_of
+from attnmesh.mesh_attention.task import task_of
 from attnmesh.runtime.operators import autograd_function, custom_operator
 from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
@@ -43,14 +43,6 @@ def run_on_one_rank(
     if other_partial is None:
         return partial.out
     return merge_partials([Partial(*partial), other_partial]).out.to(q.dtype)
-
-
-def run_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None) -> Tensor:
-    """Return the output of a task, merged with `other_partial`. It has no gradients."""
-    partial = forward(q, kv, task, sinks)
-    if other_partial is not None:
-        partial = merge_partials([partial, other_partial])
-    return length_major(partial.out, q.dtype)
 
 
 def _run_spec(

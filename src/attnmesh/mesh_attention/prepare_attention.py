@@ -1,6 +1,7 @@
 """Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its spec, its task."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shard_marks import shard_marks
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, CallPayload, check_arguments
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, cached_spec, make_spec
-from attnmesh.mesh_attention.latents import LatentWidths
+from attnmesh.mesh_attention.latents import Latents, LatentWidths
 from attnmesh.mesh_attention.task import Task, task_of
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import WORLD
@@ -39,6 +40,16 @@ class PreparedAttention(NamedTuple):
     """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     comparison: Comparison | None = None
     """None where ranks have not compared the call."""
+
+    def task_for(self, arguments: AttentionArguments, latents: Latents | None) -> Task:
+        """Return this rank's task, with the key lengths and the selection of the call. It expands the latents."""
+        task = self.task
+        if task is None:
+            q, k, v = arguments.q, arguments.k, arguments.v
+            widths = None if latents is None else latents.widths
+            task = task_of(self.spec, q.shape[1], (q, k, v), widths)
+            task = task.with_visible_keys(arguments.key_lengths, arguments.indices)
+        return task if latents is None else replace(task, projection=latents.projection)
 
 
 PREPARED_ATTENTIONS = Memo[PreparedAttention](2048)

@@ -1,6 +1,6 @@
 """Counters of what a rank receives and of the time its merges take."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from time import perf_counter
 from torch.profiler import record_function
 
 from attnmesh.runtime.ranges import MERGE_RANGE, is_profiled
-from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.tensors import Tensors, bytes_of
 
 
 @dataclass
@@ -24,6 +24,13 @@ class ReceivedTraffic:
     scalars: int = 0
     bytes: int = 0
     merges: list[float] = field(default_factory=list)
+
+    def add(self, received: Tensors) -> None:
+        """Count tensors that were received."""
+        for x in received:
+            self.vectors += x.numel() if x.ndim == 4 else 0
+            self.scalars += x.numel() if x.ndim == 3 else 0
+        self.bytes += bytes_of(received)
 
 
 current_traffic: ContextVar[ReceivedTraffic | None] = ContextVar("attnmesh traffic", default=None)
@@ -50,23 +57,6 @@ def timed_merge() -> Iterator[None]:
         yield
     if traffic is not None:
         traffic.merges.append(perf_counter() - start)
-
-
-def bytes_of(tensors: Tensors) -> int:
-    """Return the bytes of all these tensors."""
-    size = 0
-    for x in tensors:
-        size += x.nbytes
-    return size
-
-
-def count_received(received: Mapping[int, Tensors]) -> None:
-    """Count tensors that were received, by the rank that sent them."""
-    if (traffic := current_traffic.get()) is not None:
-        for x in (x for tensors in received.values() for x in tensors):
-            traffic.vectors += x.numel() if x.ndim == 4 else 0
-            traffic.scalars += x.numel() if x.ndim == 3 else 0
-        traffic.bytes += sum(map(bytes_of, received.values()))
 
 
 def count_messages(count: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that travel or are kept together, and their order in memory."""
+"""Tensors that travel or are kept together, their bytes, and their order in memory."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,14 @@ Tensors = tuple[Tensor, ...]
 def is_dtensor(x: object) -> bool:
     """Return whether x is a DTensor. Its class is slow to import, so it is known by its name."""
     return type(x).__name__ == "DTensor"
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the bytes of all these tensors."""
+    size = 0
+    for x in tensors:
+        size += x.nbytes
+    return size
 
 
 def empty_length_major(x: Tensor, width: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""Digests of tensors on the CPU, by one native call where there is a library."""
+"""Digests of calls and of tensors on the CPU, by one native call for a tensor where there is a library."""
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,12 @@ from attnmesh.kernels.native.build import library
 
 RUN_FIELDS = struct.Struct("2P7q")
 """Fields of `Run` in `cache.cpp`."""
+
+
+def digest_of_call(tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor) -> int:
+    """Return the digest of a call on CPUs, as `comm/mismatch.py` defines it. The first count is of a cache's tokens."""
+    tokens: int = device_counts.tolist()[0]
+    return tokens + call_hash + sum(map(digest_on_cpu, tensors))
 
 
 def digest_on_cpu(x: Tensor) -> int:
