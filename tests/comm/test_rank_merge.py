@@ -11,9 +11,8 @@ from torch import Tensor
 from attnmesh.comm.gather import all_gather_ints, announce_comparison, drop_unreceived
 from attnmesh.comm.merges import MERGES, OUTPUTS, Merge
 from attnmesh.comm.mismatch import checksum_of
-from attnmesh.comm.rank_merge import RequestedMerge, best_across, highest_checksum, nan_unless_equal
+from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum, nan_unless_equal
 from attnmesh.comm.transport import agreed_transport
-from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis, mesh_of_axis
@@ -248,34 +247,3 @@ def catch_error_of_wrong_merge() -> str:
 def test_an_unknown_merge_is_refused_by_name(pool: Pool) -> None:
     for message in pool.run(2, catch_error_of_wrong_merge):
         assert message.startswith(f"merge: expected auto or one of {', '.join(MERGES)}, given 'best'")
-
-
-def candidates(ranks: int, k: int = 4) -> Tensor:
-    """Return each rank's best candidates, of two rows: rank r has keys r, r + ranks and so on. All have key 99."""
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(ranks, 2, 6, generator=generator)
-    keys = torch.arange(6) * ranks + torch.arange(ranks)[:, None, None]
-    keys = keys.expand(ranks, 2, 6).clone()
-    keys[..., 0], scores[..., 0] = 99, 5.0 + torch.arange(ranks)[:, None]
-    return best_candidates(pack_candidates(scores, keys), k)
-
-
-@on_each_rank
-def find_best_of_ranks(unique: bool) -> Tensor:
-    axis = world_axis()
-    return best_across(candidates(axis.size)[axis.index], axis, unique=unique)
-
-
-@pytest.mark.parametrize("unique", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool, pool: Pool) -> None:
-    union = candidates(ranks).movedim(0, 1).flatten(1)
-    expected = best_candidates(union, 4, unique=unique)
-    assert (expected != best_candidates(union, 4, unique=not unique)).any(), "the ranks share a key"
-    for found in pool.run(ranks, find_best_of_ranks, unique):
-        assert torch.equal(found, expected)
-
-
-def test_the_best_of_one_rank_are_its_own() -> None:
-    own = torch.full((2, 3), NO_CANDIDATE)
-    assert best_across(own, Axis()) is own

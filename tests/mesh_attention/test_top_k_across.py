@@ -9,10 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError
+from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import reduction_rounds
+from attnmesh.mesh_attention.top_k_across import best_across
 from attnmesh.runtime.counters import count_traffic
+from tests.support.ranks.groups import world_axis
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.tolerances import assert_near
 
@@ -114,3 +118,34 @@ def test_nan_is_returned_first() -> None:
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_the_tree_has_the_fewest_rounds(ranks: int) -> None:
     assert max(map(len, reduction_rounds([[*range(ranks)]]).values())) == math.ceil(math.log2(ranks))
+
+
+def candidates(ranks: int, k: int = 4) -> Tensor:
+    """Return each rank's best candidates, of two rows: rank r has keys r, r + ranks and so on. All have key 99."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(ranks, 2, 6, generator=generator)
+    keys = torch.arange(6) * ranks + torch.arange(ranks)[:, None, None]
+    keys = keys.expand(ranks, 2, 6).clone()
+    keys[..., 0], scores[..., 0] = 99, 5.0 + torch.arange(ranks)[:, None]
+    return best_candidates(pack_candidates(scores, keys), k)
+
+
+@on_each_rank
+def find_best_of_ranks(unique: bool) -> Tensor:
+    axis = world_axis()
+    return best_across(candidates(axis.size)[axis.index], axis, unique=unique)
+
+
+@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool, pool: Pool) -> None:
+    union = candidates(ranks).movedim(0, 1).flatten(1)
+    expected = best_candidates(union, 4, unique=unique)
+    assert (expected != best_candidates(union, 4, unique=not unique)).any(), "the ranks share a key"
+    for found in pool.run(ranks, find_best_of_ranks, unique):
+        assert torch.equal(found, expected)
+
+
+def test_the_best_of_one_rank_are_its_own() -> None:
+    mine = torch.full((2, 3), NO_CANDIDATE)
+    assert best_across(mine, Axis()) is mine

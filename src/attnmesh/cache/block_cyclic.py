@@ -58,7 +58,7 @@ class BlockCyclic:
     @staticmethod
     def reports_in(numbers_by_rank: Sequence[Sequence[int]]) -> "list[ShardReport]":
         """Return the reports that ranks have sent as integers."""
-        return [ShardReport(*numbers) for numbers in numbers_by_rank]
+        return [ShardReport(count, rank, digest, bool(last)) for count, rank, digest, last in numbers_by_rank]
 
 
 class ShardReport(NamedTuple):
@@ -68,8 +68,8 @@ class ShardReport(NamedTuple):
     rank: int
     digest: int
     """The `token_set_digest` of the tokens."""
-    is_block_cyclic: int
-    """1 if all of them lie where the block-cyclic layout puts them, else 0."""
+    is_block_cyclic: bool
+    """True if all of them lie where the block-cyclic layout puts them."""
 
 
 @dataclass(frozen=True)

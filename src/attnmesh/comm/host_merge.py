@@ -36,11 +36,12 @@ class HostMerge:
         self.axis, self.shape, self.mailboxes = axis, form.shape, mailboxes
         self.rows, self.width = form.sizes
         itemsize = form.lse_dtype.itemsize
-        self.checksum, self.lse, self.out = (slice(x.start // itemsize, x.stop // itemsize) for x in form.parts)
+        parts = (slice(x.start // itemsize, x.stop // itemsize) for x in form.parts)
+        self.checksum_numbers, self.lse_numbers, self.out_numbers = parts
         """Numbers of a message that are its checksum, its lse and its out."""
-        self.padding_numbers = -self.out.start % ALIGN_FLOATS
+        self.padding_numbers = -self.out_numbers.start % ALIGN_FLOATS
         """Unused numbers before a message."""
-        self.numbers = self.padding_numbers + self.out.stop
+        self.numbers = self.padding_numbers + self.out_numbers.stop
         self.rounds = (
             agreed_merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
         )
@@ -52,7 +53,8 @@ class HostMerge:
         differently: two ranks would go on with different bits.
         """
         message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.padding_numbers :]
-        out, lse = message[self.out].view(self.shape), message[self.lse].view(self.shape[:-1])
+        out = message[self.out_numbers].view(self.shape)
+        lse = message[self.lse_numbers].view(self.shape[:-1])
         return BlankMessage(message, None, Partial(out, lse))
 
     def heads_of_output(self, output: str) -> slice | None:
@@ -71,7 +73,7 @@ class HostMerge:
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
         except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
-            message[self.checksum] = UNEQUAL_CHECKSUM
+            message[self.checksum_numbers] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
         return first + second == 0

@@ -448,11 +448,11 @@ def mailboxes_size(ranks: int) -> int:
     return size if able and 1 < ranks <= MAX_MEMBERS else 0
 
 
-def open_mailboxes(name: int, size: int, *, new: bool) -> mmap.mmap | None:
-    """Return the memory of this name, made if it is `new`; None where that fails. A host's first rank makes it."""
+def open_mailboxes(number: int, size: int, *, new: bool) -> mmap.mmap | None:
+    """Return the memory of this number, made if it is `new`; None where that fails. A host's first rank makes it."""
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0)
     try:
-        file = os.open(_path(name), flags, 0o600)
+        file = os.open(_path(number), flags, 0o600)
     except OSError:
         return None
     try:
@@ -480,10 +480,10 @@ def _remove_names_of_the_dead() -> None:
                 os.close(file)
 
 
-def unlink_mailboxes(name: int) -> None:
+def unlink_mailboxes(number: int) -> None:
     """Remove the name. The memory lives as long as a rank maps it."""
-    _path(name).unlink(missing_ok=True)
+    _path(number).unlink(missing_ok=True)
 
 
-def _path(name: int) -> Path:
-    return FOLDER / f"attnmesh-{name:016x}"
+def _path(number: int) -> Path:
+    return FOLDER / f"attnmesh-{number:016x}"

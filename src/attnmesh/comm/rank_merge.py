@@ -9,9 +9,7 @@ from torch import Tensor
 from attnmesh.comm.merges import MERGES, OUTPUTS, Merge, PartialWithChecksum, canonical_merge, merge_of_own_heads
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
-from attnmesh.comm.topology import agreed_merge_rounds
 from attnmesh.comm.transport import agreed_transport
-from attnmesh.core.candidates import best_candidates
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.stacked_merge import writes_nan
@@ -135,23 +133,3 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return checksums.view(checksum.dtype).amax(0)
-
-
-def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tensor:
-    """Return the best k candidates of all ranks, best first. Each rank passes its own best k.
-
-    Candidates merge along the tree of partials, in messages of rows x k x 8 bytes. Ranks have compared their calls.
-    """
-    if axis.size == 1 or not candidates.numel():
-        return candidates
-    k = candidates.shape[-1]
-
-    def best_of_both(messages: Tensor) -> Tensor:
-        both = messages.view(torch.int64).unflatten(-1, candidates.shape).movedim(0, -2).flatten(-2)
-        return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
-
-    message = candidates.contiguous().view(torch.uint8).reshape(-1)
-    merged = agreed_transport(axis, candidates.device).reduce(
-        message, agreed_merge_rounds(axis, reproducible=False)[axis.index], best_of_both
-    )
-    return merged.view(torch.int64).view(candidates.shape)

@@ -94,20 +94,20 @@ def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
     members = next(host for host in agreed_hosts(axis) if axis.index in host)
     size = mailboxes_size(len(members))
     is_first = axis.index == members[0]
-    name = randbits(63)
-    memory = open_mailboxes(name, size, new=True) if size and is_first else None
+    number = randbits(63)
+    memory = open_mailboxes(number, size, new=True) if size and is_first else None
     try:
-        names = [payload[0] for payload in dist_all_gather_ints([name], [axis])]
-        name = names[members[0]]
+        numbers = [payload[0] for payload in dist_all_gather_ints([number], [axis])]
+        number = numbers[members[0]]
         if size and not is_first:
-            memory = open_mailboxes(name, size, new=False)
+            memory = open_mailboxes(number, size, new=False)
         pid_namespace = _inode(Path("/proc/self/ns/pid"))
         payloads = dist_all_gather_ints(
             [memory is not None, os.getpid(), pid_namespace, library().exchange is not None], [axis]
         )
     finally:
         if is_first and size:
-            unlink_mailboxes(name)
+            unlink_mailboxes(number)
     if memory is None or not all(payloads[rank][0] and payloads[rank][3] for rank in members):
         return None
     processes = [payloads[rank][1] if payloads[rank][2] == pid_namespace else 0 for rank in members]

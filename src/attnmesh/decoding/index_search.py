@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.rank_merge import best_across
 from attnmesh.core.candidates import best_candidates, unpack_candidates
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
+from attnmesh.mesh_attention.top_k_across import best_across
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] |
     return counts
 
 
-def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
+def _runs_of_equal_counts(counts: Sequence[int]) -> list[tuple[slice, int]]:
     """Return (sequences, count) for each run of equal counts."""
     edges = [0, *(row for row in range(1, len(counts)) if counts[row] != counts[row - 1]), len(counts)]
     return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
@@ -68,7 +68,7 @@ def attend_visible(
         assert band is not None
         parts = [
             attend_visible(kernel, q[some], k[some], v[some], band.first(count), scaling)
-            for some, count in _sequences(counts)
+            for some, count in _runs_of_equal_counts(counts)
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Rectangle(slice(0, q.shape[2]), slice(0, k.shape[2]))
@@ -101,7 +101,7 @@ def backward_visible(
             backward_visible(
                 kernel, q[some], k[some], v[some], inputs.select_sequences(some), band.first(count), scaling
             )
-            for some, count in _sequences(counts)
+            for some, count in _runs_of_equal_counts(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
     rectangles = _cut(kernel, band, q, k, v)

@@ -52,7 +52,9 @@ class Task:
     steps: Sequence[TaskStep]
     along_heads: HeadAllToAll
     kv_channel: Channel
+    """The queries axis, along which keys and values travel."""
     query_channel: Channel
+    """The keys axis, along which queries travel."""
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
 

@@ -1,4 +1,4 @@
-"""`top_k_across`: the keys with the highest scores on all ranks, merged along a tree by `comm/rank_merge.py`."""
+"""`top_k_across`: the keys with the highest scores on all ranks, merged along the tree of partials."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.checks.argument_checks import check_one_device, check_tensor
-from attnmesh.comm.rank_merge import best_across
+from attnmesh.comm.topology import agreed_merge_rounds
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.selection import NO_INDEX
@@ -65,6 +66,26 @@ def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], uniqu
     """Merge candidates as an operator, which is one node of a compiled graph."""
     top = best_across(candidates, Axis(size_and_index[0], size_and_index[1], group_named(group)), unique=unique)
     return top.clone() if top is candidates else top
+
+
+def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tensor:
+    """Return the best k candidates of all ranks, best first. Each rank passes its own best k.
+
+    Candidates merge along the tree of partials, in messages of rows x k x 8 bytes. Ranks have compared their calls.
+    """
+    if axis.size == 1 or not candidates.numel():
+        return candidates
+    k = candidates.shape[-1]
+
+    def best_of_both(messages: Tensor) -> Tensor:
+        both = messages.view(torch.int64).unflatten(-1, candidates.shape).movedim(0, -2).flatten(-2)
+        return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
+
+    message = candidates.contiguous().view(torch.uint8).reshape(-1)
+    merged = agreed_transport(axis, candidates.device).reduce(
+        message, agreed_merge_rounds(axis, reproducible=False)[axis.index], best_of_both
+    )
+    return merged.view(torch.int64).view(candidates.shape)
 
 
 def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:

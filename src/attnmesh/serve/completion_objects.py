@@ -222,7 +222,7 @@ def dump_json(value: Any, ascii: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ascii, separators=(",", ":"))
 
 
-def event(value: dict[str, Any]) -> bytes:
+def encode_event(value: dict[str, Any]) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from attnmesh.serve.answer_parts import AnswerPart
 from attnmesh.serve.chat import EncodedPrompt
-from attnmesh.serve.completion_objects import DONE_EVENT, CompletionObjects, encode_json, event, usage_of
+from attnmesh.serve.completion_objects import DONE_EVENT, CompletionObjects, encode_event, encode_json, usage_of
 from attnmesh.serve.rank_messages import AnswerEnded, RequestAccepted
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Event, Supervisor
@@ -23,7 +23,7 @@ HEARTBEAT_SECONDS = 10.0
 """Seconds of silence in a stream after which a comment is sent: proxies end connections silent for a minute."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """Raised when the client has closed its connection."""
 
 
@@ -43,7 +43,7 @@ class Reply:
         self.prompt_tokens = len(prompt.ids)
         before = () if objects.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(objects.spelling, stops, before) for _ in choices]
-        self.parts = [None if objects.make_parts is None else objects.make_parts() for _ in choices]
+        self.splitters = [None if objects.make_parts is None else objects.make_parts() for _ in choices]
         self.counts = [0] * len(choices)
         """Tokens of each choice."""
         self.reasoning_counts = [0] * len(choices)
@@ -53,10 +53,10 @@ class Reply:
         self.requests = supervisor.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
         supervisor.metrics.prompt_tokens.inc(len(prompt.ids))
 
-    async def while_there(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    async def while_connected(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work; cancel the request if it fails or the client goes."""
         try:
-            return await while_there(receive, work)
+            return await while_connected(receive, work)
         except BaseException:
             self.cancel()
             raise
@@ -111,20 +111,20 @@ class Reply:
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
     def _is_thinking(self, index: int) -> bool:
-        taken_apart = self.parts[index]
-        return taken_apart is not None and taken_apart.is_thinking
+        splitter = self.splitters[index]
+        return splitter is not None and splitter.is_thinking
 
     def _parts(self, index: int, piece: Piece, reason: str | None) -> tuple[list[AnswerPart], str | None]:
         """Return the parts that a piece of text makes certain, and the reason if they are the last."""
-        taken_apart = self.parts[index]
-        if taken_apart is None:
+        splitter = self.splitters[index]
+        if splitter is None:
             return [ContentText(piece.text)] if piece.text else [], reason
-        parts = taken_apart.add(piece.text, piece.sent_tokens)
-        parts += taken_apart.end() if reason is not None else []
+        parts = splitter.add(piece.text, piece.sent_tokens)
+        parts += splitter.end() if reason is not None else []
         calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
         if calls and not self.objects.parallel:
             return parts[: calls[0] + 1], "tool_calls"
-        return parts, "tool_calls" if reason == "stop" and taken_apart.call_count else reason
+        return parts, "tool_calls" if reason == "stop" and splitter.call_count else reason
 
     async def whole(self) -> bytes:
         """Return the response with all choices, as JSON."""
@@ -137,14 +137,14 @@ class Reply:
         """Yield the events of a stream; an error is the last one."""
         try:
             for index in range(len(self.requests)) if self.objects.is_chat else ():
-                yield event(self.objects.begin(index))
+                yield encode_event(self.objects.begin(index))
             async for choice in self.choices():
-                yield event(self.objects.chunk([choice]))
+                yield encode_event(self.objects.chunk([choice]))
             if include_usage:
-                yield event(self.objects.chunk([], self.usage()))
+                yield encode_event(self.objects.chunk([], self.usage()))
             yield DONE_EVENT
         except Refused as error:
-            yield event(error.body)
+            yield encode_event(error.body)
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
@@ -167,8 +167,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last, or until the client has gone."""
         try:
-            await self.reply.while_there(receive, self._send(send))
-        except Gone:
+            await self.reply.while_connected(receive, self._send(send))
+        except ClientGone:
             pass
         finally:
             self.reply.cancel()
@@ -194,13 +194,13 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work; raise `Gone`, and cancel it, if the client goes."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work; raise `ClientGone`, and cancel it, if the client goes."""
     working, going = asyncio.create_task(work), asyncio.create_task(_wait_until_gone(receive))
     try:
         await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientGone
         return working.result()
     finally:
         for task in (working, going):

@@ -38,7 +38,7 @@ from attnmesh.serve.encoders import LONG_BODY_BYTES, PromptEncoders, too_long
 from attnmesh.serve.grammars import Grammars, content_format
 from attnmesh.serve.metrics import ServerState
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
+from attnmesh.serve.reply import ClientGone, EventStream, Reply, while_connected
 from attnmesh.serve.request_fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, read_fields, shown
 from attnmesh.serve.responses_reply import ResponseReply
 from attnmesh.serve.responses_request import ResponseRequest
@@ -99,7 +99,7 @@ class App:
         handlers: Any = {
             Refused: refuse_request,
             HTTPException: refuse_http,
-            Gone: answer_nobody,
+            ClientGone: answer_nobody,
             Exception: self.refuse_unforeseen,
         }
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
@@ -216,7 +216,7 @@ class App:
             with self.supervisor.admit(fields.get("n", 1)):
                 is_long = nbytes > LONG_BODY_BYTES or has_images(fields)
                 work = self._encoders.run(convert, fields, is_long, longest)
-                return fields, await while_there(http.receive, work)
+                return fields, await while_connected(http.receive, work)
 
     def _default_new(self, prompt_tokens: int, most: int) -> int:
         """Return how many new tokens fit without passing a length at which ropes change."""
@@ -250,7 +250,7 @@ class App:
             parallel=fields["parallel_tool_calls"],
         )
         with self.supervisor.admit(fields["n"]):
-            fields["grammar"] = await while_there(http.receive, self.grammars.of(fields, prompt.end))
+            fields["grammar"] = await while_connected(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields, prompt, new_count, objects, make)
 
     async def _answer(
@@ -282,9 +282,9 @@ class App:
         fields.clear()
         reply = make(self.supervisor, objects, prompt, choices, stops)
         if streams:
-            await reply.while_there(http.receive, reply.wait_until_accepted())
+            await reply.while_connected(http.receive, reply.wait_until_accepted())
             return EventStream(reply, include_usage)
-        whole = await reply.while_there(http.receive, reply.whole())
+        whole = await reply.while_connected(http.receive, reply.whole())
         return Response(whole, media_type="application/json")
 
 

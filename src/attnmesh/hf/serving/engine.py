@@ -288,7 +288,7 @@ class Engine:
 
     def run(self) -> None:
         """Serve on rank 0 until `close`. A lost rank ends the engine, and its requests, with `RankFailure`."""
-        if not self.step_exchange.leads:
+        if not self.step_exchange.is_leader:
             raise MeshError(f"{SUBJECT} run", "rank 0", "another rank", "call follow")
         try:
             while not self.closing:
@@ -306,7 +306,7 @@ class Engine:
 
     def follow(self) -> None:
         """Run the operations of rank 0 on this rank, until rank 0 closes."""
-        if self.step_exchange.leads:
+        if self.step_exchange.is_leader:
             raise MeshError(f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         ended = False
         try:

@@ -24,10 +24,10 @@ ValueCode = Sequence[Any]
 END_OF_STEPS: list[Operation] = [EndOfSteps()]
 """Operations that end an engine."""
 
-FIRST_MESSAGE = 128
+FIRST_MESSAGE_INTEGERS = 128
 """Integers of the first message. Operations that need more take a second message."""
 
-BYTES = 7
+BYTES_PER_INTEGER = 7
 """Bytes of operations in an integer of 8 bytes, whose sign stays free."""
 
 
@@ -41,7 +41,7 @@ class StepExchange:
     def __init__(self, model: PreTrainedModel, mesh: RankMesh, output: object) -> None:
         peers = RankMesh.of(None if output == "heads" else tp_mesh(model))
         self.meshes = (peers, mesh)
-        self.leads = mesh.shard_index == peers.shard_index == 0
+        self.is_leader = mesh.shard_index == peers.shard_index == 0
 
     def exchange(self, operations: Sequence[Operation], report: RankReport) -> tuple[list[Operation], list[RankReport]]:
         """Return the operations of the leader, and the reports of the ranks of this rank's mesh by shard. Collective.
@@ -49,11 +49,11 @@ class StepExchange:
         `operations` counts on the leader alone. The first message has the number of integers, so all ranks know whether
         a second one follows.
         """
-        code = _encode(operations) if self.leads else []
-        first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
+        code = _encode(operations) if self.is_leader else []
+        first = (code + [0] * FIRST_MESSAGE_INTEGERS)[:FIRST_MESSAGE_INTEGERS]
         (size, *leader_code), table = self._share_code([len(code), *first], report.to_code())
-        if size > FIRST_MESSAGE:
-            leader_code, _ = self._share_code(code if self.leads else [0] * size, [])
+        if size > FIRST_MESSAGE_INTEGERS:
+            leader_code, _ = self._share_code(code if self.is_leader else [0] * size, [])
         return _decode(leader_code[:size]), [*map(RankReport.from_code, table)]
 
     def _share_code(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
@@ -72,11 +72,11 @@ class StepExchange:
     ) -> list[Operation]:
         """Return operations with the leader's images of the prompt that begins, on the device. Collective."""
         return [
-            replace(one, images=self.share(one.images, images, device)) if isinstance(one, Start) else one
+            replace(one, images=self.share_values(one.images, images, device)) if isinstance(one, Start) else one
             for one in operations
         ]
 
-    def share(
+    def share_values(
         self, codes: Sequence[ValueCode], values: Mapping[str, Any] | None, device: torch.device
     ) -> dict[str, Any]:
         """Return the leader's values that `codes` describe, tensors on the device. Collective.
@@ -84,21 +84,24 @@ class StepExchange:
         `values` counts on the leader alone.
         """
         shared: dict[str, Any] = {}
-        for name, dtype, shape in codes:
+        for name, dtype, shape_or_value in codes:
             if dtype is None:
-                shared[name] = shape
+                shared[name] = shape_or_value
                 continue
-            x = torch.empty(shape, dtype=getattr(torch, dtype), device=device) if values is None else values[name]
-            x = shared[name] = x.to(device).contiguous()
+            if values is None:
+                x = torch.empty(shape_or_value, dtype=getattr(torch, dtype), device=device)
+            else:
+                x = values[name].to(device).contiguous()
+            shared[name] = x
             for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # to peers, then along the mesh
                 if axis.size > 1:
-                    send = partial_of(dist.broadcast, group_src=0)
-                    run_collective(axis, "sharing values of a step", send, x.flatten().view(torch.uint8))
+                    broadcast = partial_of(dist.broadcast, group_src=0)
+                    run_collective(axis, "sharing values of a step", broadcast, x.flatten().view(torch.uint8))
         return shared
 
 
 def value_codes_of(values: Mapping[str, Any] | None) -> list[ValueCode]:
-    """Return the descriptions of values, by which `StepExchange.share` receives them.
+    """Return the descriptions of values, by which `StepExchange.share_values` receives them.
 
     >>> value_codes_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
     [['pixel_values', 'float32', [2, 3]], ['num_crops', None, [1]]]
@@ -119,7 +122,8 @@ def can_be_sent(value: Any) -> bool:
 def _encode(operations: Sequence[Operation]) -> list[int]:
     """Return operations as integers: the number of their bytes, then the bytes, 7 an integer."""
     text = json.dumps([operation.to_code() for operation in operations], separators=(",", ":")).encode()
-    return [len(text), *(int.from_bytes(text[start : start + BYTES], "little") for start in range(0, len(text), BYTES))]
+    parts = (text[start : start + BYTES_PER_INTEGER] for start in range(0, len(text), BYTES_PER_INTEGER))
+    return [len(text), *(int.from_bytes(part, "little") for part in parts)]
 
 
 def _decode(code: list[int]) -> list[Operation]:
@@ -129,5 +133,5 @@ def _decode(code: list[int]) -> list[Operation]:
     >>> _decode(_encode([Fill(3, 256, 900), Drop([1, 2])]))
     [Fill(cache_id=3, size=256, stop=900), Drop(cache_ids=[1, 2])]
     """
-    text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
+    text = b"".join(part.to_bytes(BYTES_PER_INTEGER, "little") for part in code[1:])[: code[0]]
     return [*map(operation_of, json.loads(text))]

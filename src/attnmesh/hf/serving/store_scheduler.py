@@ -398,13 +398,14 @@ class StoreScheduler:
             self._touch(self.tiers.prefix_blocks(saving.names, saving.ids, saving.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
-    def _stop(self, error: int, rank: int) -> None:
+    def _stop(self, error_number: int, rank: int) -> None:
         """Store no more blocks, and warn once."""
         self.stopped = True
         self.saving.clear()
         self.finishing.clear()
         self.tiers.forget_writing()
-        warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
+        why = f"rank {rank} cannot write to {self.folder_path} ({os.strerror(error_number)})"
+        warn_once(f"no more prefixes are stored: {why}")
 
     def _end_loading(self, reports: Sequence[RankReport]) -> list[int]:
         """End the loading once each rank has read all blocks, or found a damaged one. Return a useless cache.
