@@ -1,16 +1,16 @@
 """Random numbers: all ranks of a mesh draw the same in generation, and each its own where they are of its tokens."""
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.gather import all_gather_texts
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.guard.agreement import Agreement
@@ -36,16 +36,17 @@ def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: t
 def synchronize_all_generators(device_mesh: DeviceMesh | None, device: torch.device) -> None:
     """Set the generators of PyTorch, Python and NumPy on all ranks of each mesh to the state of the mesh's first rank.
 
-    Collective over the world, which has meshes of one size.
+    Collective on a mesh of several ranks.
     """
     synchronize_generators((device_mesh,), device)
-    if device_mesh is None or RankMesh.of(device_mesh).ranks == 1:
-        return
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, (random.getstate(), np.random.get_state()))
-    python, numpy = states[int(device_mesh.mesh.flatten()[0])]
-    random.setstate(python)
-    np.random.set_state(numpy)
+    mesh = RankMesh.of(device_mesh)
+    if mesh.ranks > 1:
+        own = pickle.dumps((random.getstate(), np.random.get_state())).hex()
+        first = all_gather_texts(own, mesh)[0]
+        if first != own:
+            python, numpy = pickle.loads(bytes.fromhex(first))
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
+from attnmesh.errors import UnforeseenError
 from attnmesh.mesh.shapes import Shape
 from tests.support.models import families
 from tests.support.models.families import prompt
@@ -259,6 +261,29 @@ def test_more_ranks_go_on_within_an_accumulation(pool: Pool, tmp_path: Path) -> 
     saved = pool.run(2, count_after_loading, PAIR, str(tmp_path), True)
     assert [step for step, *_ in saved] == [2, 2]
     assert pool.run(3, count_after_loading, Shape(1, 1, 3), str(tmp_path), False) == [saved[0]] * 3
+
+
+@on_each_rank
+def catch_error_of_one_rank(folder: str) -> str:
+    """Return the error of each rank where rank 1 finds no state."""
+    from accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model = hf.prepare(accelerator, families.model("llama", "attnmesh", num_hidden_layers=1), mesh_of(1, PAIR))
+        accelerator.prepare(model)
+        accelerator.save_state(folder)
+        with pytest.raises((ValueError, UnforeseenError)) as caught:
+            accelerator.load_state(f"{folder}/nothing" if dist.get_rank() == 1 else folder)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_all_ranks_raise_if_one_cannot_load_a_state(pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 would go on, and wait for the other in its next exchange."""
+    first, second = pool.run(2, catch_error_of_one_rank, str(tmp_path))
+    assert second.startswith("ValueError: Tried to find")
+    assert first.startswith("UnforeseenError: load_state: expected what each rank can do")
+    assert second in first
 
 
 @on_each_rank

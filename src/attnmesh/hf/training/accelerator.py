@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, MeshError, short
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.random_numbers import synchronize_all_generators
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
+from attnmesh.mesh.axes import axis_of, mesh_of_axis
 from attnmesh.runtime.world import cached_per_world
 from attnmesh.setup.init_mesh import checked_groups
 
@@ -203,16 +205,17 @@ class MeshAccelerator:
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load the state of training, of which each rank holds a part.
+        """Load the state of training, of which each rank holds a part. All ranks raise if one of them cannot.
 
         Where more ranks load it than have saved it, accelerate restores random numbers and the step of an accumulation
         on some ranks. The ranks of each mesh then take the numbers of its first rank, and all take the step of rank 0.
         """
+        world = mesh_of_axis(axis_of(dist.group.WORLD if dist.is_initialized() else None, "load_state"))
         before, self.step = self.step, NOT_LOADED
         try:
-            with self.sharder.active(False):
+            with self.sharder.active(False), Agreement(world, "load_state") as agreement:
                 super().load_state(*args, **kwargs)  # type: ignore[misc]
-                steps = ACCELERATE.find("accelerate.utils:gather_object")([self.step])
+                steps = [step for (step,) in agreement.compare(payload=[self.step])]
         finally:
             self.step = before if self.step == NOT_LOADED else self.step
         if NOT_LOADED in steps and steps[0] != NOT_LOADED:
