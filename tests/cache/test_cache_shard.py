@@ -17,7 +17,7 @@ from attnmesh.store.folder_shard import FolderShard
 from tests.support.truth.problems import numbers
 
 LENGTH = 90
-OF_MEMORY = "steps_to_make_room", "put_before", "mark_present"
+OF_MEMORY = "actions_to_make_room", "put_before", "mark_present"
 KINDS = ["memory", "fork", "two memories", "folder"]
 
 

@@ -20,7 +20,7 @@ def after(*changes: Tensor) -> HistoryDigest:
     history, tokens = HistoryDigest(CPU), 0
     for change in changes:
         if change.ndim == 1:
-            unbroken(history.steps_to_add_order(change))
+            unbroken(history.actions_to_add_order(change))
         else:
             history.add_padding(change, tokens)
             tokens += change.shape[1]

@@ -23,7 +23,7 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.guard.agreement import CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.unbroken import Step
+from attnmesh.runtime.unbroken import Action
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
@@ -128,15 +128,15 @@ def test_forks_and_copies_go_on_apart() -> None:
 
 
 def test_a_device_without_memory_to_reorder_leaves_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reorder = tiered_cache(100, batch=2), MemoryShard.steps_to_reorder
+    cache, reorder = tiered_cache(100, batch=2), MemoryShard.actions_to_reorder
 
-    def on_the_cpu_alone(shard: MemoryShard, index: Tensor) -> list[Step]:
+    def on_the_cpu_alone(shard: MemoryShard, index: Tensor) -> list[Action]:
         if isinstance(shard, TieredShard):
             raise torch.OutOfMemoryError
         return reorder(shard, index)
 
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryShard, "steps_to_reorder", on_the_cpu_alone)
+        patched.setattr(MemoryShard, "actions_to_reorder", on_the_cpu_alone)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reorder(torch.tensor([1, 0]))
     assert same_bits(cache)

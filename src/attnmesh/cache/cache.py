@@ -35,7 +35,7 @@ from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.unbroken import Step, unbroken
+from attnmesh.runtime.unbroken import Action, unbroken
 from attnmesh.setup.init_mesh import device_fault, device_for
 
 
@@ -337,11 +337,11 @@ class KVCache(CacheProperties):
         self.saved_pieces.finish_writing()
         self.saved_pieces.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
-            steps = self.local_shards.steps_to_truncate(length, table)
-            unbroken([*steps, self._step_to_count_rewrite(), partial_of(self._truncate_history, length)])
+            actions = self.local_shards.actions_to_truncate(length, table)
+            unbroken([*actions, self._action_to_count_rewrite(), partial_of(self._truncate_history, length)])
 
-    def _step_to_count_rewrite(self) -> Step:
-        """Return a step that counts one more truncation or reorder."""
+    def _action_to_count_rewrite(self) -> Action:
+        """Return an action that counts one more truncation or reorder."""
         return partial_of(setattr, self, "rewrites", self.rewrites + 1)
 
     def _truncate_history(self, length: int) -> None:
@@ -374,7 +374,7 @@ class KVCache(CacheProperties):
         """Move the newest tokens of this rank to another device."""
         shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
         self.guard = CallGuard(self.rank_mesh, device, self.guard.checked)
-        self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
+        self.prepared_steps = Memo[Any]()  # the actions so far have kernels of the former device
         self.local_shards.replace_own(shard.with_hot_on(device, self.guard.raise_uncompared))
 
     @torch.no_grad()
@@ -419,7 +419,7 @@ class KVCache(CacheProperties):
         with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
             self.check_order(batch_index)
         self.saved_pieces.finish_writing()
-        unbroken(self.steps_to_reorder(batch_index))
+        unbroken(self.actions_to_reorder(batch_index))
 
     def check_order(self, batch_index: Tensor) -> None:
         """Raise unless `batch_index` holds indices of sequences, and they can be put in this order."""
@@ -427,14 +427,14 @@ class KVCache(CacheProperties):
         self.own_shard.check_order(batch_index)
 
     @torch.no_grad()
-    def steps_to_reorder(self, batch_index: Tensor) -> list[Step]:
-        """Return steps that reorder the sequences, after `check_order`. Nothing has changed where this raises.
+    def actions_to_reorder(self, batch_index: Tensor) -> list[Action]:
+        """Return actions that reorder the sequences, after `check_order`. Nothing has changed where this raises.
 
-        The first step lets later saves write all files: those of former saves are in the former order.
+        The first action lets later saves write all files: those of former saves are in the former order.
         """
         index = batch_index.to(self.device)
-        steps = [self.saved_pieces.forget, *self.local_shards.steps_to_reorder(index)]
-        return [*steps, *self.history.steps_to_add_order(index), self._step_to_count_rewrite()]
+        actions = [self.saved_pieces.forget, *self.local_shards.actions_to_reorder(index)]
+        return [*actions, *self.history.actions_to_add_order(index), self._action_to_count_rewrite()]
 
     def pages(self) -> list[Pages]:
         """Return this rank's blocks without copying them: those that forks share, if any, and then its own.

@@ -16,7 +16,7 @@ from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, USED, CacheVie
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import Step, unbroken
+from attnmesh.runtime.unbroken import Action, unbroken
 
 NEWEST_TOKENS = 16
 """Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
@@ -71,12 +71,12 @@ class CacheShard(ABC):
         """Write new tokens after those in the shard. They have this rank's heads."""
 
     @abstractmethod
-    def steps_to_truncate(self, length: int) -> list[Step]:
-        """Return steps that remove the tokens from `length` on. Files are cut before it returns."""
+    def actions_to_truncate(self, length: int) -> list[Action]:
+        """Return actions that remove the tokens from `length` on. Files are cut before it returns."""
 
     @abstractmethod
-    def steps_to_reorder(self, index: Tensor) -> list[Step]:
-        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
+    def actions_to_reorder(self, index: Tensor) -> list[Action]:
+        """Return actions that replace sequence b by sequence `index[b]`; the batch may change."""
 
     @abstractmethod
     def grow(self, config: CacheConfig) -> None:
@@ -96,10 +96,10 @@ class CacheShard(ABC):
 
     # --- each kind in memory has these too: callers do not ask them of files ---
 
-    def steps_to_make_room(
+    def actions_to_make_room(
         self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
-    ) -> list[Step]:
-        """Return steps that make room for `new_count` tokens, in a cache that forgets."""
+    ) -> list[Action]:
+        """Return actions that make room for `new_count` tokens, in a cache that forgets."""
         raise NotImplementedError
 
     def put_before(self, piece: FrozenPiece) -> None:
@@ -225,7 +225,7 @@ class CacheShard(ABC):
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
-        unbroken(self.steps_to_truncate(length))
+        unbroken(self.actions_to_truncate(length))
 
     @property
     def earlier_tokens(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import chained_digest
-from attnmesh.runtime.unbroken import Step
+from attnmesh.runtime.unbroken import Action
 
 
 class HistoryDigest:
@@ -35,8 +35,8 @@ class HistoryDigest:
         if len(places):
             self._set(chained_digest(self.digest + start, places))
 
-    def steps_to_add_order(self, index: Tensor) -> list[Step]:
-        """Return steps that add a reorder."""
+    def actions_to_add_order(self, index: Tensor) -> list[Action]:
+        """Return actions that add a reorder."""
         order_digest, digest = chained_digest(self._order_digest, index), chained_digest(self.digest, index)
         return [partial_of(setattr, self, "_order_digest", order_digest), partial_of(self._set, digest)]
 

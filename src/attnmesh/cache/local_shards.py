@@ -20,7 +20,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import InputError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
-from attnmesh.runtime.unbroken import Step, unbroken
+from attnmesh.runtime.unbroken import Action, unbroken
 
 
 class LocalShards:
@@ -176,12 +176,12 @@ class LocalShards:
         self._recount()
         self._append_or_restore(partial_of(self._append_to_each, new, token_mask))
 
-    def _append_or_restore(self, act: Callable[[], None]) -> None:
-        """Add tokens by `act`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
+    def _append_or_restore(self, append: Callable[[], None]) -> None:
+        """Add tokens by `append`. If an error or Ctrl-C breaks it off, all shards have the tokens before again."""
         length, rank_counts, oldest_query = self.counter.length, self.counter.rank_counts, self.oldest_query
         memory = [shard.token_index for shard in self.shards]
         try:
-            act()
+            append()
         except BaseException as error:
             if all(index is shard.token_index for index, shard in zip(memory, self.shards, strict=True)):
                 self.oldest_query = oldest_query  # none has forgotten tokens
@@ -195,7 +195,7 @@ class LocalShards:
         In an error of files or of a colder memory, a shard has decided which tokens it has.
         """
         if not isinstance(error, InputError) and may_compare(self.own.device):
-            unbroken([*self._steps_to_cut(length), partial_of(self.counter.set_length, length)])
+            unbroken([*self._actions_to_cut(length), partial_of(self.counter.set_length, length)])
 
     def _append_to_each(self, new: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         """Add new tokens after those that are counted."""
@@ -228,11 +228,11 @@ class LocalShards:
         """
         self._recount()
 
-        def act() -> None:
+        def append_all() -> None:
             self._append_rows_to_each(new, indices, new_count, token_mask, queries)
             self.counter.set_rank_counts(rank_counts)
 
-        self._append_or_restore(act)
+        self._append_or_restore(append_all)
 
     def _append_rows_to_each(
         self, new: tuple[Tensor, ...], indices: Tensor, new_count: int, token_mask: Tensor | None, queries: int
@@ -285,22 +285,22 @@ class LocalShards:
         else:  # a graph is made, not run
             self.counter.enter_graphs()
 
-    def steps_to_truncate(self, length: int, table: Sequence[Sequence[int]]) -> list[Step]:
-        """Return steps that remove the tokens from `length` on. Rows of `table` are (rank, its tokens before it)."""
+    def actions_to_truncate(self, length: int, table: Sequence[Sequence[int]]) -> list[Action]:
+        """Return actions that remove the tokens from `length` on. Rows of `table` are (rank, its tokens before it)."""
         count = partial_of(self.counter.truncate, length, table)
         lower = partial_of(setattr, self, "oldest_query", min(self.oldest_query, length))
-        return [*self._steps_to_cut(length), count, lower]
+        return [*self._actions_to_cut(length), count, lower]
 
-    def _steps_to_cut(self, length: int) -> list[Step]:
-        """Return steps that remove the tokens from `length` on from each shard."""
-        steps = [step for shard in self.shards for step in shard.steps_to_truncate(length)]
+    def _actions_to_cut(self, length: int) -> list[Action]:
+        """Return actions that remove the tokens from `length` on from each shard."""
+        actions = [action for shard in self.shards for action in shard.actions_to_truncate(length)]
         recounted = self.shards if self.forget_mask is not None else ()
         recounts = [partial_of(self.counter.recount_slots, shard) for shard in recounted]
-        return [*steps, *recounts]
+        return [*actions, *recounts]
 
-    def steps_to_reorder(self, index: Tensor) -> list[Step]:
-        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
-        return [step for shard in self.shards for step in shard.steps_to_reorder(index)]
+    def actions_to_reorder(self, index: Tensor) -> list[Action]:
+        """Return actions that replace sequence b by sequence `index[b]`; the batch may change."""
+        return [action for shard in self.shards for action in shard.actions_to_reorder(index)]
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -403,9 +403,9 @@ class LocalShards:
         It then serves no query before `oldest_query`, even if what comes next finds no memory, or Ctrl-C comes.
         """
         used = self.counter.used_in(shard)
-        if steps := shard.steps_to_make_room(used, new_count, find_oldest, forget=forget):
+        if actions := shard.actions_to_make_room(used, new_count, find_oldest, forget=forget):
             forgets = partial_of(setattr, self, "oldest_query", oldest_query)
-            unbroken([*steps, forgets, partial_of(self.counter.recount_slots, shard)])
+            unbroken([*actions, forgets, partial_of(self.counter.recount_slots, shard)])
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -21,7 +21,7 @@ from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memory import with_huge_pages
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import Step
+from attnmesh.runtime.unbroken import Action
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
@@ -167,18 +167,18 @@ class MemoryShard(CacheShard):
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def steps_to_truncate(self, length: int) -> list[Step]:
-        """Return steps that remove the tokens from `length` on."""
+    def actions_to_truncate(self, length: int) -> list[Action]:
+        """Return actions that remove the tokens from `length` on."""
         count = self.count_before(length)
-        steps = list[Step]()
+        actions = list[Action]()
         if count < self.earlier_tokens:
-            steps.append(partial_of(vars(self).update, self._unshared(count)))
+            actions.append(partial_of(vars(self).update, self._unshared(count)))
             count %= self.config.block  # those of the block that is copied
         else:
             count -= self.earlier_tokens
         if self.padding is not None:
-            steps.append(partial_of(self._cut_padding, length))
-        return [*steps, partial_of(self._set_counts, length, count)]
+            actions.append(partial_of(self._cut_padding, length))
+        return [*actions, partial_of(self._set_counts, length, count)]
 
     def _cut_padding(self, length: int) -> None:
         assert self.padding is not None
@@ -190,12 +190,12 @@ class MemoryShard(CacheShard):
         if not length:
             self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
-    def steps_to_reorder(self, index: Tensor) -> list[Step]:
-        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
+    def actions_to_reorder(self, index: Tensor) -> list[Action]:
+        """Return actions that replace sequence b by sequence `index[b]`; the batch may change."""
         padding = self.padding and self.padding.reordered(index)
         fields = {"_viewed": None, "padding": padding, "earlier_pieces": self._reordered_pieces(index)}
         if len(index) == self.config.batch:
-            return [*self._steps_in_place(index), partial_of(vars(self).update, fields)]
+            return [*self._actions_in_place(index), partial_of(vars(self).update, fields)]
         with torch.inference_mode(False):
             blank = [empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.kv_tensors]
             for x, new in zip(self.kv_tensors, blank, strict=True):
@@ -206,25 +206,25 @@ class MemoryShard(CacheShard):
         """Return the earlier pieces with sequence `index[b]` in place of b."""
         return tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
 
-    def _steps_in_place(self, index: Tensor) -> list[Step]:
-        """Return steps that reorder as many sequences in their own memory. The temporary copy is one head."""
+    def _actions_in_place(self, index: Tensor) -> list[Action]:
+        """Return actions that reorder as many sequences in their own memory. The temporary copy is one head."""
         used = self.used_slots
-        steps = list[Step]()
+        actions = list[Action]()
         copied = self.kv_tensors[0].new_empty(len(index) * used * max(x.shape[3] for x in self.kv_tensors))
         for x in self.kv_tensors:
             rows = copied[: len(index) * used * x.shape[3]].view(len(index), used, x.shape[3])
             for head in x[:, :, :used].unbind(1):
-                steps += [partial_of(_select, head, index, rows), partial_of(_write, head, rows)]
-        return steps
+                actions += [partial_of(_select, head, index, rows), partial_of(_write, head, rows)]
+        return actions
 
     def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
 
-    def steps_to_make_room(
+    def actions_to_make_room(
         self, used: int, new_count: int, find_oldest: Callable[[], int], *, forget: bool = False
-    ) -> list[Step]:
-        """Return steps that make room for `new_count` tokens after `used` ones. None are needed if there is room.
+    ) -> list[Action]:
+        """Return actions that make room for `new_count` tokens after `used` ones. None are needed if there is room.
 
         They forget the tokens before token `find_oldest()`.
         """

@@ -25,7 +25,7 @@ from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import Step, unbroken
+from attnmesh.runtime.unbroken import Action, unbroken
 
 LEAVING_PARTS = 4
 """A quarter of the hot tokens leave together. More parts would make more moves, of fewer tokens each."""
@@ -178,7 +178,7 @@ class TieredShard(OrderedShard, MemoryShard):
         """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
-        steps = list[Step]()
+        actions = list[Action]()
         if leaving := self._count_leaving(len(indices)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), indices[at_once:]))
@@ -190,14 +190,14 @@ class TieredShard(OrderedShard, MemoryShard):
             alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._append_cold(leaving_rows, leaving_indices, int(following[0]) if len(following) else length, retry)
-            steps += [*self._shift(leaving), partial_of(self._set_cold_count, self.earlier_tokens + leaving)]
+            actions += [*self._shift(leaving), partial_of(self._set_cold_count, self.earlier_tokens + leaving)]
             new_rows = [new[:, :, at_once:] for new in new_rows]
             indices = indices[at_once:]
             used = max(0, used - leaving)
         stop = used + len(indices)
-        steps += [partial_of(self._write_hot, new_rows, indices, used), partial_of(self._set_counts, length, stop)]
+        actions += [partial_of(self._write_hot, new_rows, indices, used), partial_of(self._set_counts, length, stop)]
         try:
-            unbroken(steps)
+            unbroken(actions)
         except BaseException:
             self.truncate(length_before)
             raise
@@ -208,10 +208,10 @@ class TieredShard(OrderedShard, MemoryShard):
             x[:, :, start:stop] = new
         self.token_index[start:stop] = indices
 
-    def _shift(self, count: int) -> list[Step]:
-        """Return steps that move the tokens after the first `count` to the front, `count` at a time.
+    def _shift(self, count: int) -> list[Action]:
+        """Return actions that move the tokens after the first `count` to the front, `count` at a time.
 
-        No step writes what it reads.
+        No action writes what it reads.
         """
         left = self.used_slots - count
         return [partial_of(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
@@ -261,16 +261,16 @@ class TieredShard(OrderedShard, MemoryShard):
         self._set_cold_count(self.earlier_tokens)
         return cold
 
-    def steps_to_truncate(self, length: int) -> list[Step]:
-        """Return steps that remove the tokens from `length` on."""
+    def actions_to_truncate(self, length: int) -> list[Action]:
+        """Return actions that remove the tokens from `length` on."""
         count = self.count_before(length)
         cold_count = self.earlier_tokens
-        steps = list[Step]()
+        actions = list[Action]()
         if length < self.cold.length:
-            cut_cold = partial_of(self.cold.steps_to_truncate, length)
-            steps += [cut_cold, partial_of(self._set_cold_count, min(cold_count, count))]
+            cut_cold = partial_of(self.cold.actions_to_truncate, length)
+            actions += [cut_cold, partial_of(self._set_cold_count, min(cold_count, count))]
         keep_hot = partial_of(self._set_counts, length, count - cold_count)
-        return [*steps, self.refill_hot if count < cold_count else keep_hot]
+        return [*actions, self.refill_hot if count < cold_count else keep_hot]
 
     def mark_present(self, length: int, token_mask: Tensor | None, oldest: int) -> int:
         """Mark the tokens up to `length`, which a load has written to the cold tier, as present."""
@@ -284,10 +284,10 @@ class TieredShard(OrderedShard, MemoryShard):
         self.resize(config, max(self.slots, self._usual_slots(config)))
         self._set_cold_count(self.earlier_tokens)
 
-    def steps_to_reorder(self, index: Tensor) -> list[Step]:
-        """Return steps that replace sequence b by sequence `index[b]`; the batch may change."""
-        steps = [*super().steps_to_reorder(index), *self.cold.steps_to_reorder(index.cpu())]
-        return [*steps, partial_of(self._set_cold_count, self.earlier_tokens)]
+    def actions_to_reorder(self, index: Tensor) -> list[Action]:
+        """Return actions that replace sequence b by sequence `index[b]`; the batch may change."""
+        actions = [*super().actions_to_reorder(index), *self.cold.actions_to_reorder(index.cpu())]
+        return [*actions, partial_of(self._set_cold_count, self.earlier_tokens)]
 
     def _reordered_pieces(self, index: Tensor) -> tuple[FrozenPiece, ...]:
         """Return none, until the cold tier is reordered: its memory is that of the pieces."""

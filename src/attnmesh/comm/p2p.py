@@ -197,6 +197,13 @@ def select_tokens(tensors: Tensors, indices: Tensor, *, ascending: bool = True) 
     return tuple(parts)
 
 
+def put_back(selected: Tensors, indices: Tensor, into: Tensors) -> None:
+    """Write tokens back that `select_tokens` took of ascending indices, and that have changed. Views are there."""
+    if not is_run(indices):
+        for x, whole in zip(selected, into, strict=True):
+            whole.index_copy_(2, index_on(indices, x.device), x)
+
+
 def _join(pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(pieces, dim=2)
 

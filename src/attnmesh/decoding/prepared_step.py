@@ -143,7 +143,10 @@ class HostMergedStep(PreparedStep):
     """Heads of the output in a merged partial; None for all."""
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Return the output. An error of this rank before the merge is raised on all, and so are calls that differ."""
+        """Return the output. An error of this rank is raised on all, and so are calls that differ.
+
+        Of an error after the merge the others hear in their next merge.
+        """
         try:
             views = []
             for cache in inputs.caches:
@@ -225,14 +228,14 @@ def new_prepared_step(
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
-    settled = spec, spec.scaling, attention, facts, config, checked, refuses_graphs
+    common = spec, spec.scaling, attention, facts, config, checked, refuses_graphs
     if spec.token_axis.size == spec.heads_axis.size == 1:
-        return LoneStep(*settled, blank)
+        return LoneStep(*common, blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
         output_heads = host_merge.heads_of_output(spec.options.output)
-        return HostMergedStep(*settled, host_merge.blank_message, host_merge, output_heads)
+        return HostMergedStep(*common, host_merge.blank_message, host_merge, output_heads)
     ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
-    return TransportMergedStep(*settled, blank, spec.rank_merge, ask)
+    return TransportMergedStep(*common, blank, spec.rank_merge, ask)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

@@ -88,7 +88,7 @@ class MergeAgreement:
     ) -> None:
         self.guard, self.merge_name, self.checked, self.name, self.poison = guard, merge_name, checked, name, poison
         self.is_compared = not guard.is_alone and may_compare(device)
-        self.checksum_stays_on_device = not cpu_reads_checksums(device) or guard.merges.repeat_last is not None
+        self.asks_about_new_calls = not cpu_reads_checksums(device) or guard.merges.repeat_last is not None
         """True if no CPU reads the merged checksum, so that a rank has to ask about a call that is new to it.
 
         After one such call it stays True for all later calls on the object.
@@ -105,7 +105,7 @@ class MergeAgreement:
             new to some          asks                  merge, and get NaN            False: this rank has NaN too
         """
         # Where the CPU reads the checksum no call is known: each is compared by its own merge.
-        checksum_stays = self.checksum_stays_on_device
+        checksum_stays = self.asks_about_new_calls
         is_known = checksum_stays and description.ask is not None and description.facts in self.guard.compared
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if checksum_stays and not self.ask_all_ranks():
@@ -120,7 +120,7 @@ class MergeAgreement:
         Where the checksum stays on the device, nothing is read. The call is known from now on, and its messages are
         those that a later question repeats.
         """
-        if not self.checksum_stays_on_device:
+        if not self.asks_about_new_calls:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
                 self.raise_unequal(description.fields)
         elif description.facts != self.guard.merges.last_known:
@@ -155,7 +155,7 @@ class MergeAgreement:
 
     def _end_merges(self, is_shared: bool) -> bool:
         """End the merges of ranks that wait. Return whether they raise the error too, if `is_shared`."""
-        if self.checksum_stays_on_device:
+        if self.asks_about_new_calls:
             if is_shared:
                 return self.ask_all_ranks()
             (self.guard.merges.repeat_last or self.poison)()

@@ -152,14 +152,14 @@ class Problem:
     key_layout: Layout
     length: int
     key_length: int
-    shard_of_rank: tuple[int, ...] = ()
-    """Shard that each rank holds, in order of their index; empty if rank i holds shard i."""
+    shard_by_place: tuple[int, ...] = ()
+    """Shard of the rank at each place of the mesh; empty if the rank at place i holds shard i."""
 
     def to_code(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
         layouts = *self.layout.to_code(), *self.key_layout.to_code()
-        lengths = self.length, self.key_length, len(self.shard_of_rank)
-        return [*layouts, *lengths, *self.shard_of_rank, *self.mask.to_code()]
+        lengths = self.length, self.key_length, len(self.shard_by_place)
+        return [*layouts, *lengths, *self.shard_by_place, *self.mask.to_code()]
 
     @staticmethod
     def from_code(shape: Shape, code: Sequence[int]) -> "Problem":
@@ -173,12 +173,12 @@ class Problem:
             key_layout=key_layout,
             length=length,
             key_length=key_length,
-            shard_of_rank=tuple(rest[:count]),
+            shard_by_place=tuple(rest[:count]),
         )
 
     def shard_index(self, place: int) -> int:
         """Return the number of the shard of the rank at a place of the mesh: the same, unless ranks are reordered."""
-        return self.shard_of_rank[place] if self.shard_of_rank else place
+        return self.shard_by_place[place] if self.shard_by_place else place
 
     def query_positions(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""

@@ -93,8 +93,8 @@ def make_spec(
         ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = agreed_flat_mesh(mesh)
-        problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
+        mesh, shard_by_place = agreed_flat_mesh(mesh)
+        problem = replace(problem, shape=mesh.shape, shard_by_place=shard_by_place)
     scaling = options.scaling(sizes.dim)
     return AttentionSpec(
         mesh, problem, exchange=exchange, kernel=options.kernel, scaling=scaling, index_block=index_block

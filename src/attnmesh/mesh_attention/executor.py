@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import Channel, Returned, is_run, select_tokens
+from attnmesh.comm.p2p import Channel, Returned, put_back, select_tokens
 from attnmesh.core.partial import Partial, identity, merge_into, merge_partials, sum_dtype, with_sinks
 from attnmesh.kernels.driver import attend_visible, backward_visible
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
@@ -303,10 +303,7 @@ def _merge_returned(parts: Returned, total: Tensors) -> None:
     for indices, part in parts:
         merged = select_tokens(total, indices)
         merge_into(Partial(*merged), Partial(*part))
-        if is_run(indices):
-            continue  # they were taken as views
-        for into, x in zip(total, merged, strict=True):
-            into.index_copy_(2, index_on(indices, x.device), x)
+        put_back(merged, indices, total)
 
 
 def _add_returned(parts: Returned, totals: Tensors) -> None:

@@ -1,16 +1,16 @@
-"""Changes of several steps that no error or Ctrl-C leaves half made."""
+"""Changes of several actions that no error or Ctrl-C leaves half made."""
 
 from collections.abc import Callable, Sequence
 
-Step = Callable[[], "Sequence[Step] | None"]
-"""A part of a change. It gives the same result if it is done twice. Steps that it returns are done next."""
+Action = Callable[[], "Sequence[Action] | None"]
+"""A part of a change. It gives the same result if it is done twice. Actions that it returns are done next."""
 
 
-def unbroken(steps: Sequence[Step]) -> None:
-    """Do the steps in order.
+def unbroken(actions: Sequence[Action]) -> None:
+    """Do the actions in order.
 
-    If an error or Ctrl-C breaks off a step, this step is done again, then the later ones, and the error is raised. What
-    a step writes depends on nothing that it writes: an earlier step copies it to other memory.
+    If an error or Ctrl-C breaks off an action, it is done again, then the later ones, and the error is raised. What
+    an action writes depends on nothing that it writes: an earlier one copies it to other memory.
 
     >>> done = []
     >>> def broken():
@@ -23,7 +23,7 @@ def unbroken(steps: Sequence[Step]) -> None:
     ...     done
     ['broken', 'broken', 'after']
     """
-    left = [*steps]
+    left = [*actions]
     try:
         _finish(left)
     except BaseException:
@@ -31,7 +31,7 @@ def unbroken(steps: Sequence[Step]) -> None:
         raise
 
 
-def _finish(left: list[Step]) -> None:
-    """Do the steps that are left. Each is replaced by those that it returns, once it is done."""
+def _finish(left: list[Action]) -> None:
+    """Do the actions that are left. Each is replaced by those that it returns, once it is done."""
     while left:
         left[:1] = left[0]() or ()

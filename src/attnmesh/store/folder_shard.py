@@ -26,7 +26,7 @@ from attnmesh.kernels.cache_view import LENGTH, USED
 from attnmesh.kernels.native.append import FILE_FIELDS, native_append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.runtime.unbroken import Step, unbroken
+from attnmesh.runtime.unbroken import Action, unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
     PIECE_TOKENS,
@@ -165,7 +165,7 @@ class FolderShard(OrderedShard):
         """Let new tokens go to a piece, after its first `used` rows, which are tokens."""
         self.piece, self.kv_tensors, self.token_index = piece, piece.kv_tensors, piece.token_index
         self.sums = PieceSums(self.shapes, used)
-        self._set(length, used)
+        self._set_counts(length, used)
 
     def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: MappedPiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
@@ -173,7 +173,7 @@ class FolderShard(OrderedShard):
             [partial_of(setattr, self, "earlier_pieces", whole_pieces), partial_of(self._fill, piece, used, length)]
         )
 
-    def _set(self, length: int, used: int) -> None:
+    def _set_counts(self, length: int, used: int) -> None:
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def try_append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
@@ -191,7 +191,7 @@ class FolderShard(OrderedShard):
         """Count new tokens that other ranks hold."""
         with self._writing():
             self._record(used, used, length + new_count)
-        self._set(length + new_count, used)
+        self._set_counts(length + new_count, used)
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the last piece."""
@@ -213,7 +213,7 @@ class FolderShard(OrderedShard):
             if done == count:
                 return
 
-    def _mend(self, length_and_used: tuple[int, int]) -> None:
+    def _repair_journal(self, length_and_used: tuple[int, int]) -> None:
         """Let the journal say what the shard has, after an error or Ctrl-C between a record and its rows' count.
 
         Every write begins with it. Raise in a process that was forked from the writer, before anything is written.
@@ -238,7 +238,7 @@ class FolderShard(OrderedShard):
         base = self.whole_count * PIECE_TOKENS
         stop = used + count
         try:
-            self._mend(length_and_used)
+            self._repair_journal(length_and_used)
             serial = self.journal.last.serial + 1
             fields = self._fields(indices, length, serial)
             if native_append(self.kv_tensors, rows, self.token_index, self.device_counts, fields):
@@ -251,7 +251,7 @@ class FolderShard(OrderedShard):
             self._record(used, stop, length, rows)
         except OSError as error:
             raise self._store_error(error) from error
-        self._set(length, stop)
+        self._set_counts(length, stop)
 
     def _fields(self, indices: Tensor | None, length: int, serial: int) -> bytes:
         """Return what a native call needs to know of the files."""
@@ -285,10 +285,10 @@ class FolderShard(OrderedShard):
             file, piece = make_whole(self.files, self.whole_count, self.shapes, self.piece, self.sums.checksums())
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
-            self._mend((length, 0))
+            self._repair_journal((length, 0))
 
-    def steps_to_truncate(self, length: int) -> list[Step]:
-        """Remove the tokens from `length` on. No steps are left: an error of the system is raised at once."""
+    def actions_to_truncate(self, length: int) -> list[Action]:
+        """Remove the tokens from `length` on. No actions are left: an error of the system is raised at once."""
         count = self.count_before(length)
         base = self.whole_count * PIECE_TOKENS
         if (length, count) == (self.length, base + self.used_slots):
@@ -302,7 +302,7 @@ class FolderShard(OrderedShard):
             digest = self.piece.digest(start - base, count - base) if start < count else 0
             self.sums.forget()
             self.journal.add(start, count, length, digest)
-            self._set(length, count - base)
+            self._set_counts(length, count - base)
         return []
 
     def _cut(self, count: int, length: int) -> None:
@@ -360,8 +360,8 @@ class FolderShard(OrderedShard):
         if not torch.equal(index.cpu(), torch.arange(self.config.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
-    def steps_to_reorder(self, index: Tensor) -> list[Step]:
-        """Return no steps: `check_order` refuses other orders."""
+    def actions_to_reorder(self, index: Tensor) -> list[Action]:
+        """Return no actions: `check_order` refuses other orders."""
         return []
 
     def _refuse(self, expected: str, given: str) -> NoReturn:
@@ -372,7 +372,7 @@ class FolderShard(OrderedShard):
     def _writing(self) -> Iterator[None]:
         """Mend the journal, and raise the system's errors as a `StoreError` that says what is lost."""
         try:
-            self._mend((self.length, self.used_slots))
+            self._repair_journal((self.length, self.used_slots))
             yield
         except OSError as error:
             raise self._store_error(error) from error

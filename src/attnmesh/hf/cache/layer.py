@@ -267,9 +267,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         for kv_cache in self.kv_caches if tokens_to_remove else []:
             kv_cache.truncate(max(0, kv_cache.length + tokens_to_remove))
 
-    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
-        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
-        return [partial_of(kv_cache.steps_to_reorder, index) for kv_cache in self.kv_caches]
+    def actions_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return actions that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        return [partial_of(kv_cache.actions_to_reorder, index) for kv_cache in self.kv_caches]
 
 
 def _cache_to_extend(kv_cache: KVCache | None, batch: int) -> KVCache | None:
@@ -292,10 +292,10 @@ class TailLayer(ShardedLayer):
         """Replace the tensors."""
         self.tensors = dict(tensors)
 
-    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
-        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+    def actions_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return actions that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
         tensors = {name: x[index.to(x.device)] for name, x in self.tensors.items()}
-        return [*super().steps_to_reorder(index), partial_of(setattr, self, "tensors", tensors)]
+        return [*super().actions_to_reorder(index), partial_of(setattr, self, "tensors", tensors)]
 
     def reset(self) -> None:
         """Drop all tokens."""

@@ -50,14 +50,14 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             else:
                 self.update_recurrent_state(x, int(index))
 
-    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
-        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
-        steps = list[Callable[[], Any]]()
+    def actions_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return actions that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        actions = list[Callable[[], Any]]()
         for name in ("conv_states", "recurrent_states"):
             states = getattr(self, name).items()
             reordered = {i: None if x is None else x.index_select(0, index.to(x.device)) for i, x in states}
-            steps.append(partial_of(setattr, self, name, reordered))
-        return steps
+            actions.append(partial_of(setattr, self, name, reordered))
+        return actions
 
     def reset(self) -> None:
         """Drop the states. The next ones may be of another batch."""
@@ -86,9 +86,9 @@ class HybridLayer(StateLayer, ShardedLayer):
 
     crop = ShardedLayer.crop  # of no tokens, or of all
 
-    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
-        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
-        return [*ShardedLayer.steps_to_reorder(self, index), *StateLayer.steps_to_reorder(self, index)]
+    def actions_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return actions that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+        return [*ShardedLayer.actions_to_reorder(self, index), *StateLayer.actions_to_reorder(self, index)]
 
 
 def make_layers(config: PreTrainedConfig, cache: LayersCache) -> list[Any]:

@@ -102,8 +102,10 @@ class StoredLayers(OptionsInUse, Cache):  # type: ignore[misc]
         ids = None if self.tokens is None else self.tokens[index.to(self.tokens.device)]
         mixed, reordered = replace(self.history, is_mixed=True), replace(self.history, ids=ids)
         layers = [layer for layer in self.layers if isinstance(layer, (ShardedLayer, StateLayer, CrossLayer))]
-        steps = [partial_of(layer.steps_to_reorder, index) for layer in layers]
-        unbroken([partial_of(setattr, self, "history", mixed), *steps, partial_of(setattr, self, "history", reordered)])
+        actions = [partial_of(layer.actions_to_reorder, index) for layer in layers]
+        unbroken(
+            [partial_of(setattr, self, "history", mixed), *actions, partial_of(setattr, self, "history", reordered)]
+        )
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""

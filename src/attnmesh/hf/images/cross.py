@@ -50,8 +50,8 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop the images. The model skips the layer then."""
         super().__init__()
 
-    def steps_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
-        """Return steps that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
+    def actions_to_reorder(self, index: Tensor) -> list[Callable[[], Any]]:
+        """Return actions that replace sequence b by sequence `index[b]`. The batch may grow or shrink."""
         if not self.is_initialized:
             return []
         index = index.to(self.keys.device)
