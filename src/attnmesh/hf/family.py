@@ -189,6 +189,8 @@ class Family:
     """True if the family repeats its key heads before attention."""
     window_prefix: str = ""
     """Beginning of the names of heads and columns of layers with windows, in a configuration that has both kinds."""
+    prefix_types: bool = False
+    """True if tokens of type 0, text too, see each other both ways. In other families type 0 says nothing of text."""
     counts_tokens: Callable[[Any], bool] = lambda _config: False
     """Return whether a model of a configuration counts cached tokens itself. Then rows of a step have one length."""
 

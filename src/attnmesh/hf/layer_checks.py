@@ -167,8 +167,8 @@ def _checked_mask(layer_mask: RecognisedMask | Tensor | None, window: int | None
         windowed = [mask & Window(window - 1, FAR) for mask in masks if mask.max_causal_keys in (FAR, window)]
         if len(windowed) == 1 + len(layer_mask.row_masks):
             return replace(layer_mask, mask=windowed[0], row_masks=tuple(windowed[1:]))
-    if window is not None and layer_mask.mask == Causal() and layer_mask.q_length == 1 and layer_mask.q_offset < window:
-        return replace(layer_mask, mask=Window(window - 1))  # one token sees as much by both
+    if window is not None and layer_mask.mask == Causal() and layer_mask.last < window:
+        return replace(layer_mask, mask=Window(window - 1))  # the tokens see as much by both
     if window is not None and layer_mask.mask != Window(window - 1):
         given = f"{layer_mask.mask} for a layer with sliding_window={window}"
         fix = "use the layers of a release of transformers, unchanged"

@@ -70,6 +70,12 @@ class RecognisedMask(LayerMask):
         return 1, 1, self.q_length, self.q_offset + self.q_length - self.kv_offset
 
     @property
+    def last(self) -> int:
+        """Position of the last query of all ranks."""
+        tokens = self.sequence
+        return (self.q_offset + self.q_length if tokens is None else tokens.start + tokens.length) - 1
+
+    @property
     def has_spans(self) -> bool:
         """Return whether tokens of an image see each other both ways, in some sequence."""
         return any(mask.span_pairs for mask in (self.mask, *self.row_masks))
@@ -199,7 +205,8 @@ def recognised_mask(
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long, device="cpu") if left_padding is None else left_padding.cpu()
     described = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
-    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(described)
+    has_text_types = sequence is not None and sequence.forward_pass.has_text_types
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(described, local_size, has_text_types)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
         mask = _of_one_token(described)
@@ -246,15 +253,16 @@ def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
     raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
 
 
-def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
+def _with_spans(described: DescribedMask, local_size: int | None, has_text_types: bool) -> tuple[Mask, ...]:
     """Return the causal mask with spans that a function of indices computes for each sequence; none of another mask.
 
-    The mask has a window if the function has one.
+    The mask has a window if the function has one. Without spans a function is known by text types alone: each token has
+    the type of its neighbours, and sees none. With other types single tokens may see others further on.
     """
     if described.function in (causal_mask_function, bidirectional_mask_function) or described.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
     seen = _neighbours(described)
-    if seen is None or not bool(seen[0].any()):
+    if seen is None or not (has_text_types or bool(seen[0].any())):
         return ()
     if bool(described.first.any()):
         raise MaskError("attention mask", SAME_PLACES, "padding before a sequence with images", ONE_PROMPT)
@@ -269,7 +277,9 @@ def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
             torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
             for positions, (start, length) in zip(sampled, (described.queries, described.keys), strict=True)
         )
-        candidates = Spans(spans), Spans(spans, window - 1)
+        fits = not local_size or all(stop - start <= local_size for start, stop in spans)
+        # A longer span that the layer's window does not cut is refused: attention would cut it.
+        candidates = *([Spans(spans)] if fits else []), Spans(spans, window - 1)
         mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
         if mask is None:
             row_and_head = torch.tensor([row, 0], device="cpu")

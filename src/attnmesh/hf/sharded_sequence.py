@@ -36,6 +36,8 @@ class PassRecord:
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
         self.key_lengths: Tensor | None = None
         """Tokens of each row before its padding, (batch,), to hide padding from padding; None if nothing reads it."""
+        self.has_text_types = False
+        """True if the batch has types of tokens, and all are 0."""
         self.token_ranges: dict[str, Tensor] = {}
         """Smallest and largest token of all ranks, by argument; none in generation."""
         self.begin()

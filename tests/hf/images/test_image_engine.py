@@ -27,7 +27,7 @@ def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
     text = {"input_ids": prompt(21) % 80 + 5, types: torch.zeros(1, 21, dtype=torch.long)}
     if kind in spans.KINDS:
         given = [spans.inputs(kind, 7, 18), spans.inputs(kind, 7, 18, seed=1), spans.inputs(kind, 3, 5, 26)]
-        return spans.model_of(kind, "attnmesh"), [*given, *[text] * (kind == "gemma3")]
+        return spans.model_of(kind, "attnmesh"), [*given, text]
     given = [qwen.inputs(qwen.FIRST), qwen.inputs(qwen.FIRST, seed=1), qwen.inputs(qwen.SECOND)]
     return vision_model(kind, "attnmesh"), [*given, text]
 

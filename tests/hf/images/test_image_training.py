@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh import errors
@@ -39,6 +40,7 @@ from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
 
 KINDS = (*IMAGES, *SPANS, *BUILT)
+TYPES = {"token_type_ids", "mm_token_type_ids"}
 SHAPES = (Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 1))
 
 
@@ -94,10 +96,53 @@ def test_images_in_other_places_of_each_row_see_each_other(shape: Shape, pool: P
     check("gemma3", shape, spans_that_differ(), pool)
 
 
-@pytest.mark.parametrize(("kind", "types"), [("qwen2_5_vl", ["mm_token_type_ids"]), ("gemma3", [])])
-def test_a_batch_may_have_text_alone(kind: str, types: list[str], pool: Pool) -> None:
-    ids = prompt(29, batch=2) % 80 + 5
-    check(kind, SHAPES[1], {"input_ids": ids, "labels": ids, **dict.fromkeys(types, torch.zeros_like(ids))}, pool)
+def text_of(kind: str, length: int = 29) -> Batch:
+    """Return text alone, with the types of tokens that the model's processor returns."""
+    ids = prompt(length, batch=2) % 80 + 5
+    types = TYPES & {*signature(model_of(kind, "sdpa").forward).parameters}
+    return {"input_ids": ids, "labels": ids, **dict.fromkeys(types, torch.zeros_like(ids))}
+
+
+TEXTS = [
+    *((kind, SHAPES[1], 29) for kind in ("qwen2_5_vl", "gemma3", "paligemma", "gemma4")),
+    ("gemma3", SHAPES[0], 8),  # no longer than the window
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "length"), TEXTS)
+def test_a_batch_may_have_text_alone(kind: str, shape: Shape, length: int, pool: Pool) -> None:
+    check(kind, shape, text_of(kind, length), pool)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "shieldgemma2"])
+def test_text_has_the_masks_that_its_types_give(kind: str) -> None:
+    """These models make masks of types. In training Molmo 2 wants types of text, too."""
+    batch = {**text_of(kind), "attention_mask": torch.ones(2, 29, dtype=torch.long)}
+    batch["attention_mask"][1, 20:] = 0
+    batch["labels"] = batch["labels"].where(batch["attention_mask"] == 1, -100)
+    batch = text_of(kind) if kind == "paligemma" else batch  # whose padding would be in a span
+    expected, gradients = loss_and_gradients_in_place(model_of(kind, "sdpa"), {**batch, "use_cache": False})
+    loss, found = loss_and_gradients_in_place(model_of(kind, "attnmesh"), hf.shard_batch(batch, None))
+    assert loss == pytest.approx(expected, rel=FLOAT64_LOSS)
+    for name, x in gradients.items():
+        assert (found[name] - x).abs().max() <= FLOAT64_MODEL * max(1, float(x.abs().max())), name
+
+
+@on_each_rank
+def losses_of_a_data_set(kind: str, batches: list[Batch]) -> list[float]:
+    """Return the losses of whole batches, of a model that accelerate has prepared."""
+    from accelerate import Accelerator
+
+    with launched():
+        model = hf.prepare(Accelerator(cpu=True), deepcopy(model_of(kind, "attnmesh")), named_mesh(SHAPES[0], AXES))
+        return [float(model(**batch).loss.detach()) for batch in batches]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_batches_of_a_data_set_have_no_images(kind: str, pool: Pool) -> None:
+    batches = [batch_of(kind), text_of(kind), batch_of(kind)]
+    expected = [float(model_of(kind, "sdpa")(**batch, use_cache=False).loss.detach()) for batch in batches]
+    assert pool.run(2, losses_of_a_data_set, kind, batches) == [pytest.approx(expected, rel=FLOAT64_LOSS)] * 2
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "paligemma"])
@@ -108,6 +153,27 @@ def test_one_device_is_a_mesh_too(kind: str) -> None:
         loss, found = loss_and_gradients_in_place(model_of(kind, "attnmesh"), batch)
         assert loss == pytest.approx(expected, rel=FLOAT64_LOSS)
         assert all(torch.allclose(found[name], x, atol=FLOAT64_LOSS) for name, x in gradients.items())
+
+
+@on_each_rank
+def error_of_types_for_gpt2() -> str:
+    from accelerate import Accelerator
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 96, "attn_pdrop": 0}
+    ids = prompt(29, batch=2) % 80 + 5
+    with launched():
+        model: Any = AutoModelForCausalLM.from_config(GPT2Config(**sizes), attn_implementation="attnmesh")
+        model = hf.prepare(Accelerator(cpu=True), model, named_mesh(SHAPES[0], AXES))
+        with pytest.raises(errors.KernelError) as raised:
+            model(input_ids=ids, labels=ids, token_type_ids=torch.zeros_like(ids))
+    return str(raised.value)
+
+
+def test_types_of_a_text_model_are_not_left_out(pool: Pool) -> None:
+    """To GPT-2 a type is a token, of which it adds the embedding: 0 is not the same as none."""
+    first, second = pool.run(2, error_of_types_for_gpt2)
+    assert first == second
+    assert "given GPT2LMHeadModel. Fix: leave token_type_ids and images out" in first
 
 
 # --- trainers ---
@@ -265,13 +331,6 @@ def of_a_text_model(rank: int) -> Example:
     return labelled(processed_images.processed("right")), families.model("llama", "attnmesh")
 
 
-def with_types_without_images(rank: int) -> Example:
-    batch, model = batch_of("gemma3"), model_of("gemma3", "attnmesh")
-    del batch["pixel_values"]
-    ids = batch["labels"] % 80 + 5
-    return batch | {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}, model
-
-
 def with_padding_in_a_span(rank: int) -> Example:
     batch, model = batch_of("paligemma"), model_of("paligemma", "attnmesh")
     batch["attention_mask"][:, -3:], batch["labels"][:, -5:] = 0, -100
@@ -287,7 +346,6 @@ REFUSED: list[tuple[Callable[[int], Example], str]] = [
     (packed_by_a_collator, "Fix: leave it out: the model computes positions; train packed rows without images"),
     (padded_on_the_left, "padding on the right"),
     (of_a_text_model, "merges images into the embeddings of its text model, given LlamaForCausalLM"),
-    (with_types_without_images, "Fix: leave token types out if there are no images"),
     (with_padding_in_a_span, "padding in a span"),
 ]
 

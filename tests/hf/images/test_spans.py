@@ -9,11 +9,14 @@ from torch import Tensor
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.family import family_of_class
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.images.image_models import build_images, image_batch, image_case
+from tests.support.images.image_models import KINDS as TYPES
+from tests.support.images.image_models import build_images, image_arguments, image_batch, image_case, image_types
 from tests.support.images.image_prompts import OPTIONS, SHAPES, logits
-from tests.support.images.image_spans import KINDS, inputs, model_of
+from tests.support.images.image_spans import KINDS, inputs, model_of, paligemma2
 from tests.support.images.video_models import video_batch
+from tests.support.models.families import prompt
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.seeds import rotated
@@ -59,6 +62,29 @@ def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: An
             assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_generated_from_with_its_types(kind: str, pool: Pool) -> None:
+    batch = {name: x for name, x in inputs(kind, 23).items() if name != "pixel_values"}
+    expected = stock(kind, batch)
+    for (found,) in pool.run(2, answer_in_turns, kind, Shape(1, 1, 2), [batch]):
+        assert float((found - expected).abs().max()) < FLOAT64_MODEL
+
+
+@pytest.mark.parametrize("kind", [kind for kind in image_types() if {*TYPES} & {*image_arguments(kind)}])
+def test_the_record_says_whether_text_of_type_0_sees_later_tokens(kind: str) -> None:
+    """Of each model type of images with types of tokens, beside stock transformers."""
+    try:
+        model: Any = build_images(image_case(kind), "sdpa", torch.float64)
+    except ImportError as error:
+        pytest.skip(str(error))
+    ids = prompt(13) % 80 + 3
+    types = dict.fromkeys({*TYPES} & {*image_arguments(kind)}, torch.zeros_like(ids))
+    other = torch.cat((ids[:, :-1], ids[:, -1:] + 1), 1)
+    with torch.no_grad():
+        first, changed = (model(input_ids=x, use_cache=False, **types).logits[:, 0] for x in (ids, other))
+    assert family_of_class(type(model.config)).prefix_types == (not torch.equal(first, changed))
+
+
 @on_each_rank
 def catch_error_of_rows_that_differ(kind: str) -> str:
     batch = inputs(kind, 7, 18, rows=2)
@@ -94,6 +120,29 @@ def test_other_masks_of_images_are_refused_by_name(name: str) -> None:
         hf.generate(model, **batch, mesh=None, max_new_tokens=2)
     with pytest.raises(errors.MaskError, match=f"{expected} {given}"):
         model(**hf.shard_batch({**batch, "labels": batch["input_ids"]}, None))
+
+
+@pytest.mark.parametrize("texts", [(23,), (7, 18)], ids=["text", "image"])
+def test_a_prefix_beyond_the_window_of_a_layer_is_refused_by_name(texts: tuple[int, ...]) -> None:
+    """PaliGemma 2 has layers with windows, which do not cut a prompt."""
+    model = paligemma2("attnmesh", 22)
+    batch = inputs("paligemma", *texts)
+    batch = {name: x for name, x in batch.items() if len(x)}
+    length = batch["input_ids"].shape[1]
+    given = f"a run of {length} image tokens that see each other beyond the window of 22"
+    with pytest.raises(errors.MaskError, match=given):
+        hf.generate(model, **batch, mesh=None, max_new_tokens=2)
+    with pytest.raises(errors.MaskError, match=given):
+        model(**hf.shard_batch({**batch, "labels": batch["input_ids"]}, None))
+
+
+@pytest.mark.parametrize("texts", [(23,), (7, 18)], ids=["text", "image"])
+def test_a_prefix_within_the_window_of_a_layer(texts: tuple[int, ...]) -> None:
+    batch = {name: x for name, x in inputs("paligemma", *texts).items() if len(x)}
+    window = batch["input_ids"].shape[1]
+    expected = logits(paligemma2("eager", window).generate(**batch, **OPTIONS))
+    found = logits(hf.generate(paligemma2("attnmesh", window), **batch, mesh=None, **OPTIONS))
+    assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
 @pytest.mark.parametrize("kind", KINDS)

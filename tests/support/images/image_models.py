@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -143,6 +144,12 @@ AS_IMAGES = ("kimi_k25", "paddleocr_vl")
 def image_types() -> list[str]:
     """Return the model types of `AutoModelForImageTextToText`."""
     return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def image_arguments(kind: str) -> list[str]:
+    """Return the names of the arguments of a type's model."""
+    model: Any = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind], None)
+    return [] if model is None else [*signature(model.forward).parameters]
 
 
 def image_case(kind: str) -> Case:

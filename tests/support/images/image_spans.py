@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma2Config,
     Gemma3Config,
     GemmaConfig,
     PaliGemmaConfig,
@@ -45,6 +46,18 @@ def model_of(kind: str, attention: str) -> PreTrainedModel:
         text = GemmaConfig(**PALIGEMMA_TEXT)
         parts = {"text_config": text, "vision_config": SiglipVisionConfig(**VISION)}
         config = PaliGemmaConfig(**parts, image_token_index=90, projection_dim=32)
+    return _built(config, attention)
+
+
+def paligemma2(attention: str, window: int) -> PreTrainedModel:
+    """A tiny PaliGemma 2, whose text model has a layer with a window."""
+    parts: Any = {"text_config": Gemma2Config(**GEMMA_TEXT | {"sliding_window": window})}
+    vision = SiglipVisionConfig(**VISION)
+    return _built(PaliGemmaConfig(**parts, vision_config=vision, image_token_index=90, projection_dim=32), attention)
+
+
+def _built(config: Any, attention: str) -> PreTrainedModel:
+    """Return a model in float64, with random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)

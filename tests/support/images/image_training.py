@@ -13,7 +13,7 @@ import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.images import image_spans
 from tests.support.images.image_models import build_images, image_case
-from tests.support.images.image_prompts import vision_model
+from tests.support.images.image_prompts import IMAGES, vision_model
 from tests.support.models.checks import loss_and_gradients
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
@@ -34,7 +34,7 @@ BUILT = ("llava", "idefics3", "internvl")
 def model_of(kind: str, attention: str) -> PreTrainedModel:
     if kind in SPANS:
         return image_spans.model_of(kind, attention)
-    if kind in BUILT:
+    if kind not in IMAGES:
         return build_images(image_case(kind), attention, torch.float64)
     return vision_model(kind, attention)
 

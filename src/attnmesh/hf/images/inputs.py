@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import ArgumentError, ShapeError
+from attnmesh.hf.family import family_of_class
 
 FRAME_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds between the frames of each video, which positions are computed from."""
@@ -69,7 +70,7 @@ def split_images(model: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     """Return the inputs for images, and all other options."""
     names = image_inputs(model)
     images = {name: value for name, value in options.items() if name in names}
-    return none_if_all_text(images), {name: value for name, value in options.items() if name not in names}
+    return none_if_all_text(images, model), {name: value for name, value in options.items() if name not in names}
 
 
 def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> None:
@@ -85,10 +86,17 @@ def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> No
         raise ShapeError(subject, expected, f"{tuple(torch.as_tensor(mask).shape)}", OWN_PROCESSOR)
 
 
-def none_if_all_text(images: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs for images; none if they say no more than that all tokens are text."""
-    is_text = images.keys() <= TOKEN_TYPES and not any(torch.as_tensor(types).any() for types in images.values())
-    return {} if is_text else {**images}
+def are_all_text(images: Mapping[str, Any]) -> bool:
+    """Return whether inputs for images are types of tokens alone, all 0."""
+    return images.keys() <= TOKEN_TYPES and not any(torch.as_tensor(types).any() for types in images.values())
+
+
+def none_if_all_text(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Return inputs for images; none if they tell the model no more than that all tokens are text."""
+    if not images:
+        return {}
+    config: Any = type(model.config)
+    return {} if are_all_text(images) and not family_of_class(config).prefix_types else {**images}
 
 
 def images_for_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Engine:
         if not all(type(token) is int for token in stops):
             fix = "pass tokens.tolist()"
             raise ArgumentError("submit stop_ids", "a list of ints", f"{stops!r:.40}", fix)
-        inputs = none_if_all_text(without_absent(images or {})) or None
+        inputs = none_if_all_text(without_absent(images or {}), self.model) or None
         request = EngineRequest(
             [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
         )

@@ -14,7 +14,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, short, type_and_shape
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, are_all_text, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
 from attnmesh.hf.shard_tensors import ShardIds, ShardMask, ShardPositions, ShardTensor, WholeIds, WholeMask
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -104,6 +104,7 @@ def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: La
     )
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     sequence.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
+    sequence.forward_pass.has_text_types = bool(images) and are_all_text(images)
     sequence.forward_pass.token_ranges = _token_ranges(ids, labels)
 
     def part(x: Tensor) -> Tensor:
