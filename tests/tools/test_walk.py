@@ -52,7 +52,7 @@ def find_callers(name: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(
     ("heading", "name", "lines"),
-    [("## A first call", "attention, 2 ranks, keys", 21), ("### A first step", "decode, 2 ranks", 17)],
+    [("## A first call", "attention, 2 ranks, keys", 22), ("### A first step", "decode, 2 ranks", 17)],
 )
 def test_the_map_of_the_code_draws_first_calls(heading: str, name: str, lines: int) -> None:
     fresh = Pool()

@@ -198,7 +198,10 @@ def select_tokens(tensors: Tensors, indices: Tensor, *, ascending: bool = True) 
 
 
 def put_back(selected: Tensors, indices: Tensor, into: Tensors) -> None:
-    """Write tokens back that `select_tokens` took of ascending indices, and that have changed. Views are there."""
+    """Write tokens back that have changed.
+
+    `select_tokens` has taken them, of ascending indices. Where they are views, they are there already.
+    """
     if not is_run(indices):
         for x, whole in zip(selected, into, strict=True):
             whole.index_copy_(2, index_on(indices, x.device), x)
