@@ -221,7 +221,7 @@ def new_prepared_step(
     checked: bool | None = False,
     is_asynchronous: bool = False,
 ) -> PreparedStep:
-    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge.
+    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge. Collective the first time.
 
     The defaults are those of a graph. `is_asynchronous` says that the CPU waits for nothing of a device.
     """

@@ -70,7 +70,10 @@ class AttentionOptions(NamedTuple):
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
     def problem(self, mesh: RankMesh, counts: QueryKeyCounts) -> Problem:
-        """Return the problem. `counts` are the queries and keys of all ranks, where the options give no length."""
+        """Return the problem. `counts` are the queries and keys of all ranks, where the options give no length.
+
+        Collective at its first call where a layout is "auto".
+        """
         length = counts[0] if self.length is None else self.length
         key_length = counts[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
