@@ -112,9 +112,23 @@ def test_of_caches_with_equal_tokens_one_with_the_same_images_is_taken() -> None
     pixels = [{"pixels": torch.full((1,), number)} for number in range(2)]
     kept_caches = kept_caches_of(DeviceIds(text), DeviceIds(text))
     for cache_id, images in zip((KEPT, OTHER), pixels, strict=True):
-        kept_caches.note_images(request(text, images=images, cache_id=cache_id))
-    found = [kept_caches.find(request(text, images=images), ()).source for images in pixels]
-    assert found == [KEPT, OTHER]
+        kept_caches.note_images(request(text, images=images | types_of(text), cache_id=cache_id))
+    for asked in (text, text + text):  # again, and in a later turn
+        found = [kept_caches.find(request(asked, images=images | types_of(asked)), ()).source for images in pixels]
+        assert found == [KEPT, OTHER]
+
+
+def types_of(text: list[int]) -> dict[str, torch.Tensor]:
+    """Return the types of a text in which 4 tokens are of an image."""
+    return {"token_type_ids": (torch.arange(len(text))[None] // 4 == 2).long()}
+
+
+def test_images_at_other_places_are_others() -> None:
+    digests = {
+        request([], images={"token_type_ids": torch.tensor([types])}).images_digest
+        for types in ([0, 1, 0], [0, 1, 1, 0], [1, 0, 0], [0, 1, 0, 1, 0])
+    }
+    assert len(digests) == 4
 
 
 def test_tokens_are_shared_by_requests_of_one_salt_without_images() -> None:

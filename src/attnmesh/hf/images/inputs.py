@@ -99,6 +99,19 @@ def none_if_all_text(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {} if are_all_text(images) and not family_of_class(config).prefix_types else {**images}
 
 
+def without_last_text(images: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs for the images of one prompt without the types of the text after all images.
+
+    A later turn has more of this text, and the same images.
+
+    >>> without_last_text({"token_type_ids": torch.tensor([[0, 1, 1, 0, 0]])})
+    {'token_type_ids': tensor([0, 1, 1])}
+    """
+    types = {name: x.flatten() for name, x in images.items() if name in TOKEN_TYPES and isinstance(x, Tensor)}
+    cut = {name: x[: int(x.nonzero().max()) + 1 if x.any() else 0] for name, x in types.items()}
+    return {**images, **cut}
+
+
 def images_for_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return inputs for images on the model's device, pixels in its dtype."""
     return {

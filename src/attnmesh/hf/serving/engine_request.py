@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from attnmesh.errors import ArgumentError, ModelError
+from attnmesh.hf.images.inputs import without_last_text
 from attnmesh.hf.serving.draws import draw_token, generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
@@ -195,14 +196,14 @@ class EngineRequest:
     guesses: RowGuesses = field(default_factory=RowGuesses)
     """Guesses of the next tokens."""
     images_digest: bytes | None = None
-    """A digest of the images; None without images."""
+    """A digest of the images, whatever text follows them; None without images."""
     _ids: Tensor | None = None
     drawn: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         if self.images:
             digest = sha256()
-            for name, value in sorted(self.images.items()):
+            for name, value in sorted(without_last_text(self.images).items()):
                 digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
                 if isinstance(value, Tensor):
                     digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
