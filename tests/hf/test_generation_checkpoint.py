@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import run as torchrun
-from transformers import MaxLengthCriteria
+from transformers import MaxLengthCriteria, SynthIDTextWatermarkingConfig
 
 from attnmesh import hf
 from attnmesh.__main__ import main
@@ -131,6 +131,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "as a dict": ({"return_dict_in_generate": True}, "options that can be continued, given return_dict_in_gener"),
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
+    "watermark": (
+        {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=5)},
+        "watermarking_config: expected a watermark that can be continued, given one of SynthIDText. Fix: pass a Water",
+    ),
     "stopping": ({"stopping_criteria": [len]}, "options that can be continued, given stopping_crit"),
     "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be continued, given prompt_lookup_num_tokens="),
     "early exit": ({"assistant_early_exit": 1}, "options that can be continued, given assistant_early_exit="),

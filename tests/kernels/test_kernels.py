@@ -210,6 +210,20 @@ def test_the_reference_never_holds_the_square() -> None:
     assert peak is None or peak < 20e6  # 3,000 squared in float32 is 36 MB
 
 
+@each_kind
+def test_rows_may_overlap_in_memory(kernel: str, dtype: torch.dtype) -> None:
+    """As windows of a signal do. PyTorch's operator reads beyond them if each begins one number after the last."""
+    for rows in (2, 5):
+        *tensors, dout = (torch.randn(1, 2, rows + 15, dtype=dtype).unfold(-1, 16, 1) for _ in range(4))
+        for x in tensors:
+            x.requires_grad_()
+        expected = truth(tensors, torch.ones(rows, rows, dtype=torch.bool), 0.25, dout)
+        out = am.attend(*tensors, kernel=kernel).out
+        expected.check("out", out)
+        for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(out, tensors, dout), strict=True):
+            expected.check(name, gradient)
+
+
 @each_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_more_than_what_comes_in(kernel: str, dtype: torch.dtype) -> None:

@@ -80,7 +80,7 @@ def spec_of_step(
     check_same_kind(subject, {"q": q})
     check_eager_tensors(subject, {"q": q, "sinks": sinks})
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (config.batch, config.head_dim) or not q.shape[2]:
-        shape = (config.batch, "heads", "length", config.head_dim)
+        shape = (config.batch, "heads", "length, 1 or more" if 0 in q.shape[2:3] else "length", config.head_dim)
         fix = "pass the queries of the cache's last tokens"
         raise ShapeError(f"{subject} q{row_text}", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % config.kv_heads or not q.shape[1]:

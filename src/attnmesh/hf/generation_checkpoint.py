@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
 
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.digest import DIGEST_VALUES, digest
@@ -135,6 +135,9 @@ class Checkpoint:
             is_neutral = not value or (isinstance(value, float) and value == 1)  # a penalty of 1.0
             if not is_neutral:
                 raise KernelError(SUBJECT, "options that can be continued", f"{name}={short(value)}", fix)
+        if isinstance(settings["watermarking_config"], SynthIDTextWatermarkingConfig):  # its other class has no state
+            given, fix = "one of SynthIDText", "pass a WatermarkingConfig: the state of this watermark is not saved"
+            raise KernelError(f"{SUBJECT} watermarking_config", "a watermark that can be continued", given, fix)
         if cache.get_seq_length():
             fix = "leave cache= out: the checkpoint fills one"
             raise KernelError(SUBJECT, "an empty cache", f"{cache.get_seq_length()} tokens", fix)

@@ -24,6 +24,7 @@ from tests.support.models.families import prompt
 from tests.support.process.needs import needs_smollm2
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.training.rollouts import (
+    DIFFERENCE,
     FLAT,
     MESHES,
     OPTIONS,
@@ -189,6 +190,8 @@ class Room:
         ({"options": {"cache_implementation": "static"}}, "cache_implementation"),
         ({"options": {"use_liger_kernel": True}}, "use_liger_kernel"),
         ({"options": {"generation_kwargs": {"num_beams": 2}}}, "num_beams"),
+        ({"options": {"generation_kwargs": {"num_return_sequences": 2}}}, "num_return_sequences"),
+        ({"options": {"generation_kwargs": {"stop_strings": ["w5"]}}}, "stop_strings"),
         ({"rollout_func": len}, "rollout_func"),
         ({"tools": [Room.look]}, "tools"),
         ({"environment_factory": Room}, "environment_factory"),
@@ -246,6 +249,22 @@ def test_a_model_keeps_a_generate_of_its_own() -> None:
     with generating_on(None, model):
         model.generate(prompt(13), attention_mask=torch.ones(1, 13), generation_config=GREEDY)
     assert model.generate is own_method
+
+
+def test_padding_that_may_not_be_drawn_is_in_no_metric(tmp_path: Path) -> None:
+    """After the end of a completion stock generation appends padding, whose logits are -inf here."""
+    draws = {"suppress_tokens": [0], "num_beams": None, "num_return_sequences": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.GRPOConfig, str(tmp_path), **OPTIONS | {"max_steps": 1, "generation_kwargs": draws})
+        trainer = hf.on_mesh(trl.GRPOTrainer, None)(
+            model=families.model("llama", "attnmesh", eos_token_id=[*range(20, 60)], **FLAT), reward_funcs=even,
+            args=given, train_dataset=prompts(), processing_class=tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+    (log, *_) = trainer.state.log_history
+    assert log["completions/min_length"] < log["completions/max_length"]
+    assert 0 < log[DIFFERENCE] < 0.1  # without suppressed tokens a distribution is a little flatter
 
 
 class TwoDraws(trl.GRPOTrainer):  # type: ignore[misc]

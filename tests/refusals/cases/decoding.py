@@ -65,7 +65,7 @@ ON_ONE_RANK: Table = {
     decode: [
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
         ({"q": T(12, 1, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given \(12, 1, 4\)"),
-        ({"q": T(1, 12, 0, 4)}, ShapeError, r"decode q: expected shape .*, given \(1, 12, 0, 4\)\. Fix: pass"),
+        ({"q": T(1, 12, 0, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length, 1 or more', 4\), given"),
         (
             {"q": T(1, 1, 12, 4)},
             ShapeError,

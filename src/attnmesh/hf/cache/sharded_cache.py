@@ -419,7 +419,7 @@ class ShardedCache(StoredLayers):
             options: Options of the new `ShardedCache`.
 
         Returns:
-            The new cache. Its `tokens` are the ids to continue from.
+            The new cache. Its `tokens` are the ids to continue from; None if the prompt had not been computed.
 
         Raises:
             InputError: Tokens were lost with their ranks, or the cache is of another model.

@@ -126,7 +126,8 @@ class MeshRewards(RewardFunctions):
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if self.state.global_step == inputs[STEP]:
             metrics, mask = self._metrics["train" if self.model.training else "eval"], inputs["completion_mask"]
-            distances = (self.logprobs_of_training - inputs[LOGPROBS]).abs() * mask
+            distances = (self.logprobs_of_training - inputs[LOGPROBS]).abs()
+            distances = distances.where(mask.bool(), 0)  # padding may be suppressed: it was drawn with -inf
             sums = torch.stack((distances.sum(), mask.sum(), distances.max())).unsqueeze(0)
             total, tokens, largest = self.accelerator.gather(sums).unbind(1)
             metrics[f"{DIFFERENCE}/mean"].append((total.sum() / tokens.sum().clamp(min=1)).item())

@@ -31,6 +31,13 @@ BY_MESH, ON_ONE_DEVICE = (
 )
 """Fixes in errors about other ways to draw completions, and about options that need one process."""
 
+FIXES_OF_OPTIONS = {
+    "num_beams": BY_MESH,
+    "num_return_sequences": "leave it out: the trainer counts the completions of a prompt",
+    "stop_strings": "leave it out, or name tokens in model.generation_config.eos_token_id",
+}
+"""Options of `generation_kwargs` that are refused, each with its fix. TRL passes no tokenizer to find strings by."""
+
 
 def raise_other_shards(given: str) -> NoReturn:
     """Raise for two models whose outputs have other shards, so that ranks cannot compare them."""
@@ -81,8 +88,10 @@ class MeshRollouts:
         args = self.args
         for name in ("use_vllm", "cache_implementation"):  # some of these trainers take neither, nor tools
             refuse_argument(name, getattr(args, name, None), BY_MESH)
-        beams = (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1)
-        refuse_argument("num_beams", beams if beams > 1 else None, BY_MESH)
+        options = getattr(args, "generation_kwargs", None) or {}
+        for name, fix in FIXES_OF_OPTIONS.items():
+            is_one = options.get(name) == 1  # one beam, or one completion, as without the option
+            refuse_argument(name, None if is_one else options.get(name), fix)
         refuse_argument("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
         fix = "leave it out: attnmesh brings the kernels of attention"
         refuse_argument("use_liger_kernel", args.use_liger_kernel, fix)

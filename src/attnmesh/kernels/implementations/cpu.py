@@ -154,13 +154,14 @@ def _width(q: Tensor, v: Tensor) -> int:
 
 
 def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Return the tensors with zero columns up to one width, and with unit stride.
+    """Return the tensors with zero columns up to one width, with unit stride, and with rows that do not overlap.
 
     float16 is converted to float32: the operator's gradients of logits overflow in float16, and small ones are lost.
+    The operator takes a few queries that each begin one number after the last for the columns of a matrix.
     """
     wider = [pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
     wider = [x.float() if x.dtype == torch.float16 else x for x in wider]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in wider]
+    return [x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous() for x in wider]
 
 
 def _recompute_doubtful(
