@@ -221,9 +221,10 @@ def new_prepared_step(
     checked: bool | None = False,
     is_asynchronous: bool = False,
 ) -> PreparedStep:
-    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge. Collective the first time.
+    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge.
 
-    The defaults are those of a graph. `is_asynchronous` says that the CPU waits for nothing of a device.
+    Ranks agree on their merge in the first call. The defaults are those of a graph. `is_asynchronous` says that the CPU
+    waits for nothing of a device.
     """
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)

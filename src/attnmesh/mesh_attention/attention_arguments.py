@@ -72,7 +72,7 @@ class AttentionOptions(NamedTuple):
     def problem(self, mesh: RankMesh, counts: QueryKeyCounts) -> Problem:
         """Return the problem. `counts` are the queries and keys of all ranks, where the options give no length.
 
-        Collective at its first call where a layout is "auto".
+        Ranks agree on a layout "auto" in the first call.
         """
         length = counts[0] if self.length is None else self.length
         key_length = counts[1] if self.key_length is None else self.key_length

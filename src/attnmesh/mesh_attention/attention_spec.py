@@ -79,8 +79,8 @@ def make_spec(
     `counts` are the queries and keys of all ranks together, and `counts_by_shard` those of each shard; it is empty
     where ranks have not exchanged their counts.
 
-    Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries. That
-    axis and a layout "auto" are collective at their first call.
+    Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries. Ranks
+    agree on that axis, and on a layout "auto", in the first call.
     """
     index_block = sizes.index_block
     problem = options.problem(mesh, counts)

@@ -102,8 +102,8 @@ def task_of(
 ) -> Task:
     """Return this rank's task, made once for tensors of these shapes.
 
-    `q_heads` counts the query heads of all ranks. The tensors may have this rank's share of the heads alone. Collective
-    at its first call where the exchange is "auto".
+    `q_heads` counts the query heads of all ranks. The tensors may have this rank's share of the heads alone. Ranks
+    agree on an exchange "auto" in the first call.
     """
     q, k, v = qkv
     return _new_task(spec, q_heads, (q.shape, k.shape, v.shape), q.dtype, q.device, latent_widths)
