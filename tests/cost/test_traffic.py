@@ -112,6 +112,47 @@ def test_a_long_span_is_counted_as_it_is(left: int) -> None:
     assert found.keys.between.total == pytest.approx(exact.keys.between.total, rel=0.03)
 
 
+DOCUMENTS = (3000, 9000, 500, 7500)
+PACKED = am.Packed(DOCUMENTS, (1, 2, 2))
+UNLIKE = {
+    "few keys": (am.Full(), am.Zigzag(), am.Contiguous(), 20_000, 5000),
+    "many keys": (am.Full(), am.Contiguous(), am.Zigzag(), 5000, 20_000),
+    "packed": (
+        am.Causal() & am.Documents(DOCUMENTS),
+        PACKED,
+        PACKED,
+        20_000,
+        20_000,
+    ),
+    "keys packed": (am.Causal() & am.Documents(DOCUMENTS), am.Contiguous(), PACKED, 20_000, 20_000),
+    "a window that ends with the keys": (am.Window(16), am.Contiguous(), am.Contiguous(), 40_000, 20_000),
+    "a window over blocks": (am.Window(16), am.Striped(64), am.Striped(64), 4000, 4000),
+}
+"""Masks, layouts of queries and of keys, and their lengths, of problems that no part of them stands for."""
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_queries_and_keys_are_counted_by_their_own_lengths_and_layouts(name: str) -> None:
+    mask, layout, key_layout, length, key_length = UNLIKE[name]
+    problem, tile = Problem(mask, Shape(1, 2, 2), layout, key_layout, length, key_length), Shape(1, 1, 1)
+    found, exact = planned_traffic(problem, tile), _count_exchanges(problem, tile)
+    assert found.pairs == pytest.approx(exact.pairs, rel=0.05)
+    for flow in FLOWS:
+        given, right = getattr(found, flow).between, getattr(exact, flow).between
+        assert given.total == pytest.approx(right.total, rel=0.05, abs=100), flow
+        assert given.rank == pytest.approx(right.rank, rel=0.05, abs=100), flow
+
+
+def test_messages_of_ranks_that_send_tokens_are_counted() -> None:
+    """Of 4 runs under a causal mask each goes to the ones after it; around a ring it goes by the ranks in between."""
+    problem = Problem(am.Causal(), Shape(1, 4, 1), am.Contiguous(), am.Contiguous(), 400, 400)
+    moves = planned_traffic(problem, Shape(1, 2, 1))
+    assert (moves.keys.inside.messages, moves.keys.between.messages) == (2, 4)
+    hops = [3, 2, 1]  # of runs 0, 1 and 2: from 0 to 1 and from 2 to 3 inside a host
+    assert 3 * (moves.hop.inside.messages + moves.hop.between.messages) == pytest.approx(sum(hops))
+    assert 3 * moves.hop.between.messages == pytest.approx(2)
+
+
 def test_a_host_holds_a_tile() -> None:
     for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
         for tile in tiles(shape, ranks):
