@@ -234,7 +234,6 @@ def exchange_odd_dtypes() -> list[Tensor]:
         torch.tensor([1.5, rank], dtype=torch.bfloat16),
         torch.tensor([[7, rank]], dtype=torch.int64),
         torch.tensor(rank + 0.25, dtype=torch.float32),
-        torch.tensor([1 << 30, rank], dtype=torch.int32),
         torch.empty(0, 4, dtype=torch.float64),
     )
     finish = world_channel().begin_messages({1 - rank: tensors}, {1 - rank: tensors}, "testing")
@@ -244,13 +243,26 @@ def exchange_odd_dtypes() -> list[Tensor]:
 def test_tensors_of_several_dtypes_are_one_message(pool: Pool) -> None:
     for rank, arrived in enumerate(pool.run(2, exchange_odd_dtypes)):
         peer = 1 - rank
-        flags, halves, ints, scalar, short_ints, empty = arrived
+        flags, halves, ints, scalar, empty = arrived
         assert flags.tolist() == [True, False, bool(peer)]
         assert (halves.dtype, halves.tolist()) == (torch.bfloat16, [1.5, peer])
         assert ints.tolist() == [[7, peer]]
         assert (scalar.shape, scalar.item()) == ((), peer + 0.25)
-        assert (short_ints.dtype, short_ints.tolist()) == (torch.int32, [1 << 30, peer])
         assert (empty.shape, empty.dtype) == ((0, 4), torch.float64)
+
+
+@on_each_rank
+def exchange_dtypes_of_one_width() -> list[Tensor]:
+    rank = dist.get_rank()
+    tensors = torch.tensor([0.1, rank]), torch.tensor([(1 << 24) + 1, rank], dtype=torch.int32)
+    finish = world_channel().begin_messages({1 - rank: tensors}, {1 - rank: tensors}, "testing")
+    return [*finish()[1 - rank]]
+
+
+def test_tensors_of_one_width_keep_their_dtypes(pool: Pool) -> None:
+    for rank, (floats, ints) in enumerate(pool.run(2, exchange_dtypes_of_one_width)):
+        assert torch.equal(floats, torch.tensor([0.1, 1 - rank]))
+        assert torch.equal(ints, torch.tensor([(1 << 24) + 1, 1 - rank], dtype=torch.int32))
 
 
 @on_each_rank
