@@ -41,11 +41,12 @@ def counted_exchanges() -> AbstractContextManager[mock.Mock]:
 
 
 class Compared(NamedTuple):
-    """Attention twice, and how often ranks compared; then the outcome with a mask of one rank's own."""
+    """Attention twice, and how often ranks compared; then the outcomes with a mask and with sinks of one rank's own."""
 
     outs_are_equal: bool
     comparisons: int
     outcome_of_unlike_masks: str
+    outcome_of_unlike_sinks: str
 
 
 @on_each_rank
@@ -59,7 +60,9 @@ def attend_and_count_comparisons(checked: bool | None, length: int | None) -> Co
         count = exchanges.call_count
         mask = am.Window(dist.get_rank() + 1)
         unlike = outcome(lambda: am.attention(x, x, x, mask=mask, **options))
-    return Compared(same, count, unlike)
+        sinks = torch.zeros(2) if dist.get_rank() else None
+        with_sinks = outcome(lambda: am.attention(x, x, x, sinks=sinks, **options))
+    return Compared(same, count, unlike, with_sinks)
 
 
 @pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
@@ -69,6 +72,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
     assert one.outs_are_equal
     assert one.comparisons == 2
     assert "ranks  mask\n    0      " in one.outcome_of_unlike_masks
+    assert "ranks  sinks\n    0      -\n    1      [2]" in one.outcome_of_unlike_sinks
 
 
 @on_each_rank
