@@ -34,7 +34,7 @@ def test_ranks_agree_if_all_have_one_number() -> None:
     assert not agree(call(0), call(MODULUS - 1))
 
 
-@pytest.mark.parametrize("number", [0, 1, MODULUS - 1, MODULUS, MODULUS + 5, -3, 2**62])
+@pytest.mark.parametrize("number", [0, 1, MODULUS - 1, MODULUS, MODULUS + 5, -3, 2**62, 2**62 + 3])
 def test_a_number_has_one_checksum_on_the_cpu_and_on_a_device(number: int) -> None:
     assert torch.equal(checksum_of(number, LIKE), checksum_of(torch.tensor(number), LIKE))
     assert 0 <= checksum_of(number, LIKE)[0].item() < MODULUS

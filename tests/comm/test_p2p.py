@@ -1,6 +1,6 @@
 """Exchanges along an axis: what arrives, in which order, as views or copies, and how it is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attnmesh.comm import p2p
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.p2p import (
     LONG_MESSAGE_BYTES,
     Channel,
@@ -17,6 +19,7 @@ from attnmesh.comm.p2p import (
     meta_like,
     select_tokens,
 )
+from attnmesh.errors import RankFailure
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import count_traffic
@@ -46,9 +49,9 @@ def nothing_but(keep: Tensor) -> GatherStep:
     return GatherStep((), (), keep, None, keep, (), ())
 
 
-def step_of(rank: int) -> GatherStep:
+def step_of(rank: int, of_ranks: Sequence[Sequence[int]] = POSITIONS) -> GatherStep:
     """Return the step in which each of two ranks sends all its tokens to the other, and keeps them."""
-    own, other = POSITIONS[rank], POSITIONS[1 - rank]
+    own, other = of_ranks[rank], of_ranks[1 - rank]
     order = indices(*own, *other).argsort()
     whole = sorted([*own, *other])
     own_places, other_places = (indices(*map(whole.index, positions)) for positions in (own, other))
@@ -128,6 +131,21 @@ def test_a_rank_may_receive_tokens_and_keep_none(pool: Pool) -> None:
     assert second == ([*range(7)], [*range(7)])
 
 
+@on_each_rank
+def gather_beside_an_idle_rank() -> list[int]:
+    """Rank 2 has no message in the first exchange along an axis, which makes the axis' transport on all ranks."""
+    rank, group = dist.get_rank(), dist.new_group()
+    axis = Axis(3, rank, group)
+    step = nothing_but(indices(0)) if rank == 2 else step_of(rank)
+    tokens = [7] if rank == 2 else POSITIONS[rank]
+    (gathered,) = Channel(axis, CPU).begin_gather(tokens_at(tokens)[1:], step)()
+    return gathered[0, 0].int().tolist()
+
+
+def test_a_rank_without_messages_makes_the_transport_with_the_others(pool: Pool) -> None:
+    assert pool.run(3, gather_beside_an_idle_rank, deadline=60) == [[*range(7)], [*range(7)], [7]]
+
+
 class Counted(NamedTuple):
     """What a rank receives."""
 
@@ -152,19 +170,20 @@ def test_what_a_rank_receives_is_counted(pool: Pool) -> None:
 
 
 @on_each_rank
-def return_results() -> tuple[list[tuple[list[int], list[int]]], bool]:
+def return_results(of_ranks: Sequence[Sequence[int]]) -> tuple[list[tuple[list[int], list[int]]], bool]:
     """Return the tokens and results that come back, and whether this rank's own results keep all others alive."""
     rank = dist.get_rank()
     results = (tokens_at(range(7))[1] + 1000 * (rank + 1),)
-    parts = world_channel().begin_return(results, step_of(rank))()
+    parts = world_channel().begin_return(results, step_of(rank, of_ranks))()
     own = parts[0][1][0]
     keeps_all = own.untyped_storage().nbytes() == results[0].untyped_storage().nbytes()
     return [(tokens.tolist(), x[0, 0].int().tolist()) for tokens, (x,) in parts], keeps_all
 
 
-def test_results_return_to_the_owners_of_their_tokens(pool: Pool) -> None:
-    for rank, (parts, keeps_all) in enumerate(pool.run(2, return_results)):
-        own = POSITIONS[rank]
+@pytest.mark.parametrize("of_ranks", [POSITIONS, ([0, 1, 2], [3, 4, 5, 6])], ids=["apart", "runs"])
+def test_results_return_to_the_owners_of_their_tokens(of_ranks: Sequence[Sequence[int]], pool: Pool) -> None:
+    for rank, (parts, keeps_all) in enumerate(pool.run(2, return_results, of_ranks)):
+        own = of_ranks[rank]
         senders = (rank, 1 - rank)
         assert parts == [([*range(len(own))], [1000 * (sender + 1) + x for x in own]) for sender in senders]
         assert not keeps_all
@@ -233,6 +252,20 @@ def test_tensors_of_several_dtypes_are_one_message(pool: Pool) -> None:
 
 
 @on_each_rank
+def exchange_dtypes_of_one_width() -> list[Tensor]:
+    rank = dist.get_rank()
+    tensors = torch.tensor([0.1, rank]), torch.tensor([(1 << 24) + 1, rank], dtype=torch.int32)
+    finish = world_channel().begin_messages({1 - rank: tensors}, {1 - rank: tensors}, "testing")
+    return [*finish()[1 - rank]]
+
+
+def test_tensors_of_one_width_keep_their_dtypes(pool: Pool) -> None:
+    for rank, (floats, ints) in enumerate(pool.run(2, exchange_dtypes_of_one_width)):
+        assert torch.equal(floats, torch.tensor([0.1, 1 - rank]))
+        assert torch.equal(ints, torch.tensor([(1 << 24) + 1, 1 - rank], dtype=torch.int32))
+
+
+@on_each_rank
 def exchange_long_messages(one_at_a_time: bool) -> list[float]:
     """Return one number of each rank's message, of which each is too long to go out of turn."""
     rank, axis = dist.get_rank(), world_axis()
@@ -246,3 +279,37 @@ def exchange_long_messages(one_at_a_time: bool) -> list[float]:
 def test_long_messages_arrive_at_once_or_in_turn(one_at_a_time: bool, pool: Pool) -> None:
     for rank, arrived in enumerate(pool.run(4, exchange_long_messages, one_at_a_time)):
         assert arrived == [10.0 * sender + rank for sender in range(4)]
+
+
+class BrokenOff:
+    """A transport whose first peer compares its call instead of sending. It notes whether messages have fixed sizes."""
+
+    def __init__(self) -> None:
+        self.fixed: list[bool] = []
+
+    def sends_in_turn(self, peer: int, message: Tensor) -> bool:
+        return True
+
+    def post(self, posts: Sequence[object], activity: str, *, is_fixed_size: bool = False) -> list[Callable[[], None]]:
+        self.fixed.append(is_fixed_size)
+
+        def wait() -> None:
+            raise CallsDifferError(1)
+
+        return [wait if len(posts) > 1 else lambda: None for _ in posts]
+
+
+def test_a_peer_that_compares_its_call_ends_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages have no checksum, so mailboxes look at their sizes, also of those that are sent in turn."""
+    transport = BrokenOff()
+    monkeypatch.setattr(p2p, "agreed_transport", lambda *_: transport)
+    monkeypatch.setattr(
+        p2p,
+        "disconnect_and_diagnose",
+        lambda axis, activity, peer, error: RankFailure([peer], activity, axis.name, str(error)),
+    )
+    part = (torch.zeros(LONG_MESSAGE_BYTES),)
+    finish = Channel(Axis(4, 0, name="keys"), CPU, True).begin_all_to_all([part] * 4, [part] * 4)
+    with pytest.raises(RankFailure, match=r"rank 1 is lost.*it compares its call, while this rank waits for a message"):
+        finish()
+    assert transport.fixed == [True] * 4

@@ -1,6 +1,6 @@
 """Merges between ranks that have checked their calls: results, checksums, and what a rank with an error sends."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -108,10 +108,10 @@ class Unlike(NamedTuple):
 
 
 @on_each_rank
-def merge_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> Unlike:
+def merge_with_another_call(merge: str, output: str, shape: tuple[int, ...], wire: torch.dtype | None = None) -> Unlike:
     rank, axis = dist.get_rank(), world_axis()
     own = partials(shape, 2)[rank]
-    requested = RequestedMerge(axis, merge, output)
+    requested = RequestedMerge(axis, merge, output, wire)
     result, checksum = requested.run(own, call(7 + rank))
     again, _ = requested.run(own, call(7))
     return Unlike(bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all()))
@@ -127,10 +127,17 @@ def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], outp
         assert unlike.next_is_finite
 
 
+@pytest.mark.parametrize(("merge", "output"), [("tree", "replicated"), ("direct", "replicated"), ("direct", "heads")])
+def test_ranks_with_other_calls_get_nan_where_no_native_call_merges(merge: str, output: str, pool: Pool) -> None:
+    assert pool.run(2, merge_with_another_call, merge, output, SHAPE, torch.bfloat16) == [Unlike(True, True, True)] * 2
+
+
 @on_each_rank
-def merge_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
+def merge_with_poison(
+    merge: str, output: str, shape: tuple[int, ...], reproducible: bool = False
+) -> tuple[bool, float]:
     """Rank 1 has an error. Return whether this rank has no result, and what its checksums add up to."""
-    requested = RequestedMerge(world_axis(), merge, output)
+    requested = RequestedMerge(world_axis(), merge, output, reproducible=reproducible)
     if dist.get_rank() == 1:
         return True, requested.send_poison().sum().item()
     result, checksum = requested.run(partials(shape)[0], call(7))
@@ -145,17 +152,50 @@ def test_poison_reaches_all_ranks(merge: str, output: str, shape: tuple[int, ...
     assert poisoned_sum > 0, "the rank that sends poison does not take its own merge for one of equal calls"
 
 
+def test_poison_goes_by_the_rounds_of_a_reproducible_merge(pool: Pool) -> None:
+    first, (_, poisoned_sum), *others = pool.run(4, merge_with_poison, "auto", "replicated", SHAPE, True, deadline=60)
+    assert [first, *others] == [(True, float("inf"))] * 3
+    assert poisoned_sum > 0
+
+
 @on_each_rank
-def merge_by_a_wrong_name() -> Tensor:
-    """Rank 1 was given names of no merge and no output. It takes part all the same, in the merge of "auto"."""
+def merge_heads_with_poison() -> bool:
+    """Rank 1 has an error. The fastest merge is another one than that of heads, which "auto" takes."""
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.new_group())
+    requested = RequestedMerge(axis, "auto", "heads")
+    with mock.patch.object(type(agreed_transport(axis, CPU)), "agreed_fastest", return_value=MERGES["tree"]):
+        if axis.index == 1:
+            return requested.send_poison().sum().item() != 0
+        return bool(requested.run(partials(SHAPE)[0], call(7))[0].out.isnan().all())
+
+
+def test_poison_goes_by_the_merge_of_heads(pool: Pool) -> None:
+    assert pool.run(3, merge_heads_with_poison, deadline=60) == [True] * 3
+
+
+@on_each_rank
+def choose_merges_that_differ() -> str:
+    """Ask for "auto" on rank 0 and for a name on rank 1, in a group whose merges are not timed yet."""
+    axis = Axis(2, dist.get_rank(), dist.new_group())
+    return RequestedMerge(axis, "gather" if axis.index else "auto", "heads").agreed_merge(CPU).name
+
+
+def test_ranks_time_merges_together_whatever_each_asks_for(pool: Pool) -> None:
+    assert pool.run(2, choose_merges_that_differ, deadline=60) == ["direct", "gather"]
+
+
+@on_each_rank
+def merge_by_a_wrong_name(name: Any) -> Tensor:
+    """Rank 1 was given what names no merge and no output. It takes part all the same, in the merge of "auto"."""
     axis = world_axis()
     if dist.get_rank() == 1:
-        return RequestedMerge(axis, "best", "none").send_poison()
+        return RequestedMerge(axis, name, "none").send_poison()
     return RequestedMerge(axis, "auto", "replicated").run(partials()[0], call(7))[0].out
 
 
-def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
-    merged, found = pool.run(2, merge_by_a_wrong_name)
+@pytest.mark.parametrize("name", ["best", ["tree"]], ids=["unknown", "list"])
+def test_a_rank_with_a_wrong_name_sends_poison_too(name: Any, pool: Pool) -> None:
+    merged, found = pool.run(2, merge_by_a_wrong_name, name)
     assert merged.isnan().all(), merged
     assert found.sum() != 0, found
 
@@ -174,9 +214,10 @@ def compare_while_merges_are_timed() -> list[list[int]]:
 
     if axis.index == 0:
         with mock.patch.object(RequestedMerge, "agreed_merge", timed):
-            merged, checksum = RequestedMerge(axis, "auto", "replicated").run(partials()[0], call(7))
+            merged, checksum = RequestedMerge(axis, "auto", "heads").run(partials()[0], call(7))
         assert float(checksum.sum()) != 0
         assert bool(merged.out.isnan().all())
+        assert (merged.out.shape[1], merged.lse.shape[1]) == (3, 3), "of 5 heads"
     announce_comparison(mesh)
     compared = all_gather_ints([axis.index], mesh)
     drop_unreceived(mesh)

@@ -1,7 +1,7 @@
 """Traffic between ranks: counts are those of the schedules, and of sums by hand."""
 
 import math
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 
@@ -28,8 +28,8 @@ SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(
 @pytest.mark.parametrize(("mask", "layout"), pairs(MASKS, [am.Zigzag(), am.Contiguous(), am.Striped(2)], 8))
 def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: am.Zigzag) -> None:
     """Counts for all ranks at once equal the sums over schedules, whichever ranks share a host."""
-    for shape in SHAPES:
-        problem = Problem(mask, shape, layout, layout, 121, 121)
+    for shape, key_layout in zip(SHAPES, cycle((layout, am.Striped(5))), strict=False):
+        problem = Problem(mask, shape, layout, key_layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
         bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
         queries = sum(count for one in bulk for _, count in one.query_step.receive)
@@ -110,6 +110,62 @@ def test_a_long_span_is_counted_as_it_is(left: int) -> None:
     found, exact = planned_traffic(problem, tile), _count_exchanges(problem, tile)
     assert found.pairs == pytest.approx(exact.pairs, rel=0.03)
     assert found.keys.between.total == pytest.approx(exact.keys.between.total, rel=0.03)
+
+
+DOCUMENTS = (3000, 9000, 500, 7500)
+PACKED = am.Packed(DOCUMENTS, (1, 2, 2))
+UNLIKE = {
+    "few keys": (am.Full(), am.Zigzag(), am.Contiguous(), 20_000, 5000),
+    "many keys": (am.Full(), am.Contiguous(), am.Zigzag(), 5000, 20_000),
+    "packed": (
+        am.Causal() & am.Documents(DOCUMENTS),
+        PACKED,
+        PACKED,
+        20_000,
+        20_000,
+    ),
+    "keys packed": (am.Causal() & am.Documents(DOCUMENTS), am.Contiguous(), PACKED, 20_000, 20_000),
+    "a window that ends with the keys": (am.Window(16), am.Contiguous(), am.Contiguous(), 40_000, 20_000),
+    "a window of the token alone": (am.Window(0), am.Contiguous(), am.Contiguous(), 20_000, 20_000),
+    "a window over blocks": (am.Window(16), am.Striped(64), am.Striped(64), 4000, 4000),
+}
+"""Masks, layouts of queries and of keys, and their lengths, of problems that no part of them stands for."""
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_queries_and_keys_are_counted_by_their_own_lengths_and_layouts(name: str) -> None:
+    mask, layout, key_layout, length, key_length = UNLIKE[name]
+    problem, tile = Problem(mask, Shape(1, 2, 2), layout, key_layout, length, key_length), Shape(1, 1, 1)
+    found, exact = planned_traffic(problem, tile), _count_exchanges(problem, tile)
+    assert found.pairs == pytest.approx(exact.pairs, rel=0.05)
+    for step, right in zip(found.steps, exact.steps, strict=True):
+        assert step == pytest.approx(right, rel=0.05, abs=0.001 * exact.pairs.most)
+    for flow in FLOWS:
+        given, right = getattr(found, flow).between, getattr(exact, flow).between
+        assert given.total == pytest.approx(right.total, rel=0.05, abs=100), flow
+        assert given.rank == pytest.approx(right.rank, rel=0.05, abs=100), flow
+
+
+def test_messages_of_ranks_that_send_tokens_are_counted() -> None:
+    """Of 4 runs under a causal mask each goes to the ones after it; around a ring it goes by the ranks in between."""
+    problem = Problem(am.Causal(), Shape(1, 4, 1), am.Contiguous(), am.Contiguous(), 400, 400)
+    moves = planned_traffic(problem, Shape(1, 2, 1))
+    assert (moves.keys.inside.messages, moves.keys.between.messages) == (2, 4)
+    hops = [3, 2, 1]  # of runs 0, 1 and 2: from 0 to 1 and from 2 to 3 inside a host
+    assert 3 * (moves.hop.inside.messages + moves.hop.between.messages) == pytest.approx(sum(hops))
+    assert 3 * moves.hop.between.messages == pytest.approx(2)
+    # Gradients of run 0 go on from 1 to 2 to 3, and back to 0; those of 1 from 2 to 3, and back to 1; of 2 from 3 to 2.
+    assert (moves.hop_back.inside.total, moves.hop_back.between.total) == (pytest.approx(100), pytest.approx(100))
+
+
+def test_loads_are_those_of_the_busiest_rank_and_host() -> None:
+    """Of 4 runs of 100 under a causal mask, those of the first host go to both ranks of the other one."""
+    problem = Problem(am.Causal(), Shape(1, 4, 1), am.Contiguous(), am.Contiguous(), 400, 400)
+    load = planned_traffic(problem, Shape(1, 2, 1)).keys.between
+    assert (load.total, load.rank, load.host) == (400, 200, 400)
+    few = Problem(am.Full(), Shape(1, 4, 1), am.Contiguous(), am.Contiguous(), 1, 400)  # the first rank has the query
+    load = planned_traffic(few, Shape(1, 1, 1)).keys.between
+    assert (load.total, load.rank) == (300, 300), "the first rank receives more than any other one sends"
 
 
 def test_a_host_holds_a_tile() -> None:

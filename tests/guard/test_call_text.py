@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
+from attnmesh.comm.gather import all_gather_texts
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import RankMesh
@@ -42,3 +43,7 @@ def compare_a_blank_note(blank: str) -> str:
 def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> None:
     for message in pool.run(2, compare_a_blank_note, blank):
         assert "\n    ranks  note\n    0      -\n    1      b c" in message
+
+
+def test_a_text_that_no_encoding_has_is_compared() -> None:
+    assert all_gather_texts("a \udce9 path", RankMesh.of(None)) == ["a \\udce9 path"]

@@ -15,7 +15,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.ranks.odd_rank import outcome
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
-from tests.support.truth.tolerances import assert_near
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 WIDTH = 16
 
@@ -41,11 +41,12 @@ def counted_exchanges() -> AbstractContextManager[mock.Mock]:
 
 
 class Compared(NamedTuple):
-    """Attention twice, and how often ranks compared; then the outcome with a mask of one rank's own."""
+    """Attention twice, and how often ranks compared; then the outcomes with a mask and with sinks of one rank's own."""
 
     outs_are_equal: bool
     comparisons: int
     outcome_of_unlike_masks: str
+    outcome_of_unlike_sinks: str
 
 
 @on_each_rank
@@ -59,7 +60,9 @@ def attend_and_count_comparisons(checked: bool | None, length: int | None) -> Co
         count = exchanges.call_count
         mask = am.Window(dist.get_rank() + 1)
         unlike = outcome(lambda: am.attention(x, x, x, mask=mask, **options))
-    return Compared(same, count, unlike)
+        sinks = torch.zeros(2) if dist.get_rank() else None
+        with_sinks = outcome(lambda: am.attention(x, x, x, sinks=sinks, **options))
+    return Compared(same, count, unlike, with_sinks)
 
 
 @pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
@@ -69,6 +72,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
     assert one.outs_are_equal
     assert one.comparisons == 2
     assert "ranks  mask\n    0      " in one.outcome_of_unlike_masks
+    assert "ranks  sinks\n    0      -\n    1      [2]" in one.outcome_of_unlike_sinks
 
 
 @on_each_rank
@@ -92,6 +96,22 @@ def attend_over_uncounted_keys() -> str:
 def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
     expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
     assert all(expected in answer for answer in pool.run(2, attend_over_uncounted_keys))
+
+
+@on_each_rank
+def check_known_calls_of_other_lengths() -> None:
+    """Rank 0 has 4 of 8 tokens, then 4 of 7, and so on: its own tensors have one shape, and their call is known."""
+    mesh, layout = named_mesh(Shape(1, 2, 1), AXES), am.Contiguous()
+    for length in (8, 7, 8, 7):
+        q, k, v = torch.randn(3, 1, 2, length, WIDTH, generator=torch.Generator().manual_seed(length)).unbind()
+        shards = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
+        out = am.attention(*shards, mask=am.Full(), mesh=mesh, layout=layout)
+        expected = am.attend(q, k, v).out
+        assert_near(out, am.shard(expected, mesh, layout=layout), FLOAT32_SUMS)
+
+
+def test_a_known_call_is_prepared_anew_if_another_rank_has_other_tokens(pool: Pool) -> None:
+    pool.run(2, check_known_calls_of_other_lengths)
 
 
 def test_unchecked_attention_compares_nothing(pool: Pool) -> None:

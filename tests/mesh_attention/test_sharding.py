@@ -10,6 +10,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.auto_choices import agreed_layout
+from attnmesh.mesh_attention.sharding import unshard_runs
 from tests.support.ranks.pool import Pool, on_each_rank
 from tests.support.truth.mesh_problems import named_mesh
 from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
@@ -38,6 +39,23 @@ def check_there_and_back(shape: Shape, layout: Layout, length: int) -> None:
 def test_unshard_is_the_inverse_of_shard(pool: Pool, shape: Shape, layout: Layout) -> None:
     for length in (0, 5, 31):
         pool.run(6, check_there_and_back, shape, layout, length)
+
+
+@on_each_rank
+def gather_runs_and_gradient() -> tuple[Tensor, Tensor]:
+    """Return the whole of runs of 3, 5 and 2 tokens, and the gradient of this rank's run."""
+    sizes, mesh = [3, 5, 2], RankMesh.of(mesh_of(Shape(1, 3, 1)))
+    run = torch.arange(10.0).split(sizes)[mesh.shard_index].expand(2, -1).clone().requires_grad_()
+    whole = unshard_runs(run, mesh, sizes, -1)
+    (gradient,) = torch.autograd.grad((whole * torch.arange(10)).sum(), run)
+    return whole.detach(), gradient
+
+
+def test_runs_of_any_sizes_are_gathered_and_each_gets_its_part_of_the_gradient(pool: Pool) -> None:
+    runs = torch.arange(10.0).expand(2, -1)
+    for own, (whole, gradient) in zip(runs.split([3, 5, 2], -1), pool.run(3, gather_runs_and_gradient), strict=True):
+        assert torch.equal(whole, runs)
+        assert torch.equal(gradient, own)
 
 
 @on_each_rank

@@ -253,6 +253,7 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
         (1, cpus(), None),
         (32, cpus(), None),
         (33, cpus(), "steps of at most 32 rows are shared"),
+        (1, cpus(ranks=15), None),
         (1, cpus(ranks=16), "at most 15 ranks of a host share memory"),
         (1, cpus(2, 1), "ranks of several hosts share no memory"),
         (1, am.Cluster.preset("dgx-h100", 1), "GPUs split weights by tp"),
@@ -263,6 +264,65 @@ def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, wh
     assert why_not_shared(model, cluster) == why
     assert any(way.sharding.layers_shared for way in serving_plans(model, cluster)) == (why is None)
     assert why_not_shared(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
+
+
+def test_the_rows_of_a_step_are_those_of_all_new_tokens() -> None:
+    model = model_of_cpus(8)
+    several = replace(model, workload=replace(model.workload, q_len=5))
+    assert (model.step_tokens, several.step_tokens) == (8, 40)
+    assert why_not_shared(several, cpus()) == "steps of at most 32 rows are shared"
+
+
+def test_ranks_that_split_weights_are_not_taken_for_those_that_divide_keys_too() -> None:
+    """A step on all 16 ranks alike is the fastest, but has no `tp`."""
+    found = [*ways(2_000_000).values()]
+    assert found[0].sharding.is_joint
+    chosen = choose_plan(found, 16, tp=16)
+    assert (chosen.sharding.tp, chosen.sharding.is_joint) == (16, False)
+    model = model_size(LLAMA_70B, length=1000, phase="decode")
+    given = serving_plans(model, am.Cluster.preset("dgx-h100", 2), am.Shape(1, 1, 1))
+    assert [one.sharding.is_joint for one in given] == [False]
+
+
+def test_where_no_ranks_can_share_layers_the_fastest_way_is_taken() -> None:
+    plans = serving_plans(model_of_cpus(), cpus(2, 1))
+    assert choose_plan(plans, 2, layers_shared=True) == choose_plan(plans, 2)
+
+
+def test_one_rank_of_a_host_has_all_its_memory() -> None:
+    (alone,) = [way for way in serving_plans(model_of_cpus(), cpus()) if way.ranks == 1]
+    assert alone.tokens == pytest.approx((2 * 6e9 - 201e6) / (30 * 2 * 3 * 64 * 4), abs=1)
+
+
+def test_ranks_of_one_tp_compete_for_the_links_of_their_host() -> None:
+    """Each of 8 ranks that split the weights merges with its own peer on the other host, over one card of the host."""
+    links = am.Cluster.preset("dgx-h100", 2)
+    narrow = replace(links, between=replace(links.between, host_rate=links.between.rate))
+    model = model_size(LLAMA_70B, length=1_000_000, phase="decode")
+    model = replace(model, workload=replace(model.workload, batch=1024))
+    step = {
+        name: next(one for one in serving_plans(model, cluster) if (one.sharding.tp, one.ranks) == (8, 16))
+        for name, cluster in (("wide", links), ("narrow", narrow))
+    }
+    seconds = 80 * (1024 * (64 // 8) * 129 * 4 + 8) / links.between.rate
+    slower = dict(step["narrow"].parts)["merge"] - dict(step["wide"].parts)["merge"]
+    assert slower == pytest.approx(7 * seconds, rel=0.01)
+
+
+def test_a_rank_keeps_its_part_of_windows_and_all_states_beside_the_keys() -> None:
+    recurrent = am.Recurrent(4, 32, 64, layers=3)
+    work = am.Workload(8, 8, 64, 1000, phase="decode", recurrent=recurrent)
+    plain, full = (
+        ModelSizes(work, 512, 2, lambda ranks, _: 1000 // ranks, window_bytes=window) for window in (0, 64 * 10**6)
+    )
+    assert work.state_bytes > 0
+    cluster = am.Cluster.preset("dgx-h100", 1)
+    for one, other in zip(serving_plans(plain, cluster), serving_plans(full, cluster), strict=True):
+        ranks = one.attention_plan.shape.ranks
+        free = cluster.device.memory - one.weight_bytes - work.state_bytes
+        token = one.key_bytes / 1000
+        assert one.tokens == pytest.approx(free / token, abs=1)
+        assert one.tokens - other.tokens == pytest.approx(64 * 10**6 / ranks / token, abs=2)
 
 
 def test_sharing_over_hosts_takes_an_exchange_a_layer() -> None:

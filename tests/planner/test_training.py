@@ -162,6 +162,71 @@ def test_tokens_that_fit_fill_the_memory(trainer: TrainerOptions) -> None:
         assert (filled.offloaded_bytes > 0) == trainer.offload
 
 
+def llama_8b(adapter: int = 0, **options: Any) -> TrainingSizes:
+    """Return the sizes of Llama 3 8B, in training with sequences of 4,096 tokens."""
+    work = am.Workload(32, 8, 128, 4096, layers=32, phase="training", **options)
+    return TrainingSizes(work, 32, 4096, 14336, 128_256, 8_030_261_248, adapter)
+
+
+def test_a_batch_takes_the_activations_of_all_its_sequences() -> None:
+    one, three = (training_plans(llama_8b(batch=batch), am.Cluster.preset("dgx-h100", 1)) for batch in (1, 3))
+    growing = [{way.context: [moment.growing_bytes for moment in way.moments] for way in ways} for ways in (one, three)]
+    for context, sizes in growing[0].items():
+        assert growing[1][context] == pytest.approx([3 * size for size in sizes], rel=0.01)
+
+
+def test_an_adapter_alone_has_gradients_moments_and_float32() -> None:
+    """Each of 8 ranks has an eighth of all weights: 4 bytes of a frozen one, 12 of a trained one without gradient."""
+    cluster, adapter, whole = am.Cluster.preset("dgx-h100", 1), 10**7, 8_030_261_248
+    (plain,) = (way for way in training_plans(llama_8b(), cluster) if way.context == 8)
+    (adapted,) = (way for way in training_plans(llama_8b(adapter), cluster) if way.context == 8)
+    assert plain.weight_and_optimizer_bytes == 12 * whole / 8
+    assert adapted.weight_and_optimizer_bytes == (4 * whole + 12 * adapter) / 8
+    assert (plain.gradient_bytes, adapted.gradient_bytes) == (4 * whole / 8, 4 * adapter / 8)
+    assert (plain.input_bytes, adapted.input_bytes) == (512 * 32 * 4096 * 2, 512 * 32 * 4096 * 4)
+    read = 512 * 14336 * 4  # by the adapter of the feed-forward network
+    assert adapted.layer_bytes - plain.layer_bytes == pytest.approx(512 * 4 * 2 * 4096 + read, rel=0.2)
+    assert llama_8b(adapter).trained_head_and_layer == (0, adapter / 32)
+    assert llama_8b(adapter).checkpoint_bytes == 12 * adapter
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_is_counted_once(tied: bool) -> None:
+    head, layer = 1000 * 64, 5000
+    model = replace(llama_8b(), layers=3, hidden_size=64, vocab_size=1000, tied=tied)
+    model = replace(model, model_parameters=3 * layer + head * (1 if tied else 2))
+    assert model.layer_parameters == layer
+    assert model.trained_head_and_layer == (head, layer)
+
+
+def test_offloaded_inputs_leave_that_of_one_layer() -> None:
+    (way,) = (way for way in training_plans(llama_8b(), SMALL_HOST, TrainerOptions(offload=True)) if way.context == 4)
+    assert (way.input_bytes, way.offloaded_bytes) == (1024 * 4096 * 2, 1024 * 32 * 4096 * 2)
+
+
+SMALL_HOST = am.Cluster.preset("dgx-h100", 1, 4)
+
+
+def test_ranks_of_a_sequence_are_a_part_of_a_host_or_whole_hosts() -> None:
+    ways = training_plans(llama_8b(), am.Cluster.preset("dgx-h100", 2, 6))
+    found = {way.context: (way.attention_plan.cluster.hosts, way.attention_plan.cluster.ranks) for way in ways}
+    assert found == {1: (1, 1), 2: (1, 2), 3: (1, 3), 6: (1, 6), 12: (2, 6)}
+
+
+def test_ways_that_fit_come_first_and_of_these_that_of_the_least_time_of_ranks() -> None:
+    ways = training_plans(llama_8b(), am.Cluster.preset("dgx-h100", 2))
+    assert ways == sorted(ways, key=lambda way: way.tokens < 4096)
+    times = [way.attention_plan.seconds * way.context for way in ways if way.tokens >= 4096]
+    assert len(times) > 1
+    assert times == sorted(times)
+
+
+def test_weights_that_do_not_fit_leave_no_token() -> None:
+    small = am.Cluster.preset("dgx-h100", 1)
+    small = replace(small, device=replace(small.device, memory=1e9))
+    assert {way.tokens for way in training_plans(llama_8b(), small)} == {0}
+
+
 def test_a_fused_loss_takes_fewer_ranks() -> None:
     """Logits of 128,256 tokens are most of what a rank takes, and are never there in TRL's trainers."""
     cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(32, 8, 128, 131_072, layers=32, phase="training")

@@ -66,6 +66,7 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
 
     Parts of `size` bytes go round the ring `passes` times: once in an all-gather, twice in an all-reduce.
     The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
+    One rank of each group on a host sends to the next host, over links that all groups share.
     """
     hosts = group.ranks // group.ranks_per_host
     steps = passes * (group.ranks - 1)
@@ -79,7 +80,9 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
     near = passes * (group.ranks_per_host - 1) * (1 if by_tree else hosts) * inside
     start_up = max(0.0, link.merge_latency - link.collective_step)
-    total.add_stage(stage, start_up + away + near + steps * size / link.rate + cluster.device.call)
+    leaving = group.groups_per_host * size if crossing else 0
+    transfer = steps * max(size / link.rate, leaving / link.host_rate)
+    total.add_stage(stage, start_up + away + near + transfer + cluster.device.call)
 
 
 class PricedRound(NamedTuple):
