@@ -102,6 +102,30 @@ def test_short_documents_of_a_long_sequence_cost_their_pairs_and_edges(length: i
     assert moves.keys.between.total <= 7 * 50
 
 
+@pytest.mark.parametrize(
+    ("block", "left", "shape"),
+    [
+        (64, 20, Shape(1, 2, 2)),
+        (128, 1000, Shape(1, 4, 1)),
+        ((96, 32), 200, Shape(1, 1, 4)),
+        (64, 3000, Shape(1, 3, 1)),
+    ],
+)
+def test_windows_over_long_stripes_are_counted_on_some_of_the_turns(
+    block: int | tuple[int, ...], left: int, shape: Shape
+) -> None:
+    """Shrunk to tokens, a window of 20 would see nothing of another block of 64.
+
+    At the ends of a sample, which has 16 windows and turns or more, tokens see and send less.
+    """
+    layout, tile = am.Striped(block), Shape(1, 1, 1)
+    problem = Problem(am.Window(left), shape, layout, layout, 200_000, 200_000)
+    found, exact = planned_traffic(problem, tile), _count_exchanges(problem, tile)
+    for name in FLOWS:
+        assert getattr(found, name).between[:3] == pytest.approx(getattr(exact, name).between[:3], rel=1 / 16)
+    assert found.pairs == pytest.approx(exact.pairs, rel=1 / 16)
+
+
 @pytest.mark.parametrize("left", [16, 1000])
 def test_a_long_span_is_counted_as_it_is(left: int) -> None:
     """A query at the start of a span sees its end, however near the keys before it are."""

@@ -8,7 +8,7 @@ A host holds a *tile* of the mesh: a number of ranks along each axis. The tile d
                                    c c d d          c c c c
                                    c c d d          d d d d
 
-A long problem is counted on a shorter one with the same proportions.
+A long problem is counted on a shorter one: of fewer windows, of fewer turns of blocks, or with the same proportions.
 """
 
 import math
@@ -21,13 +21,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Contiguous, Layout, Packed, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 
 SAMPLE_TOKENS = 4096
 """Tokens up to which a problem is counted at full length. More ranks raise it, to 16 tokens per rank."""
+
+MOST_TURN_TOKENS = 16 * SAMPLE_TOKENS
+"""Tokens of the turns on which a problem is counted, at most. Of longer windows the blocks are a small part."""
 
 
 class Load(NamedTuple):
@@ -97,7 +100,7 @@ def divisors(number: int) -> list[int]:
 def planned_traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """Return the traffic of a problem on hosts that each hold a tile."""
     near, repeats = crop(problem)
-    sample, scale = downscale(near)
+    sample, scale = fewer_turns(near) or downscale(near)
     sampled = _count_exchanges(sample, tile)
     flows = {name: _scale(getattr(sampled, name), scale) for name in FLOWS}
     wider = _width(near) / _width(sample) if near.mask.max_distance < FAR else scale
@@ -166,6 +169,23 @@ def _width(problem: Problem) -> float:
         return float(mask.max_keys_per_query)
     first, last = mask.bounds(torch.arange(problem.length, device="cpu"))
     return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
+
+
+def fewer_turns(problem: Problem) -> tuple[Problem, float] | None:
+    """Return a problem with fewer turns of striped blocks, and the ratio of the lengths; None where that is too long.
+
+    Each turn sends as the next one does. Blocks cannot shrink as windows do: many would be shorter than a token.
+    """
+    distance, layouts = problem.mask.max_distance, (problem.layout, problem.key_layout)
+    blocks = [layout.turns(problem.shape.ranks)[0].period for layout in layouts if isinstance(layout, Striped)]
+    if len(blocks) < 2 or distance >= FAR or problem.mask.span_pairs or problem.length != problem.key_length:
+        return None
+    period = math.lcm(*blocks)
+    length = -(-max(SAMPLE_TOKENS, 16 * (distance + period)) // period) * period
+    if length > MOST_TURN_TOKENS or length >= problem.length:
+        return None
+    sample = replace(problem, mask=problem.mask.cropped(length), length=length, key_length=length)
+    return sample, problem.length / length
 
 
 def downscale(problem: Problem) -> tuple[Problem, float]:
