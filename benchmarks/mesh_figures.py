@@ -15,7 +15,7 @@ from attnmesh.core.layout import Layout, Packed, check_layout
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.errors import LayoutError, MeshError, check_count
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.mesh.schedule import Problem, schedule
+from attnmesh.mesh.schedule import Problem, make_schedule
 from attnmesh.mesh.shapes import Shape
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def computed_blocks(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, Ten
     """Yield for each step of each rank: the rank, the positions of queries and of keys, and the visible pairs."""
     for r in range(problem.shape.queries):
         for c in range(problem.shape.keys):
-            plan = schedule(problem, r, c, ring=False)
+            plan = make_schedule(problem, r, c, ring=False)
             for step, band in zip(plan.key_steps, plan.bands, strict=True):
                 visible = band.visible(len(step.positions))
                 yield r * problem.shape.keys + c, plan.query_step.positions, step.positions, visible

@@ -23,7 +23,7 @@ from attnmesh.cost.exchange_cost import peak_activations
 from attnmesh.cost.rates import BOUNDLESS, Device, Link
 from attnmesh.cost.traffic import tiles
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, schedule
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, make_schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_cost import cost
@@ -295,7 +295,7 @@ def predicted(case: Case, shape: Shape, exchange: str) -> int:
         return int(case.length // shape.ranks * case.width * sum(elements(shape, *case.heads)))
     problem = Problem(case.mask, shape, case.layout, case.layout, case.length, case.length)
     places = [(r, c) for r in range(shape.queries) for c in range(shape.keys)]
-    plans = (schedule(problem, r, c, exchange == "ring") for r, c in places)
+    plans = (make_schedule(problem, r, c, exchange == "ring") for r, c in places)
     heads_axis = case.length // shape.ranks * case.width * elements(shape, *case.heads).heads
     return int(heads_axis) + max(_received(plan, r, c, case, shape) for plan, (r, c) in zip(plans, places, strict=True))
 

@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
-from attnmesh.mesh.schedule import Problem, schedule
+from attnmesh.mesh.schedule import Problem, make_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -55,7 +55,7 @@ def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
     mask = am.Causal() & am.Documents(layout.documents)
     problem = Problem(mask, am.Shape(1, 4, 4), layout, layout, 1600, 1600)
     for r, c in product(range(4), range(4)):
-        own_schedule = schedule(problem, r, c, ring=False)
+        own_schedule = make_schedule(problem, r, c, ring=False)
         assert not own_schedule.query_step.receive
         assert not own_schedule.key_steps[0].receive
 

@@ -8,7 +8,7 @@ import pytest
 import attnmesh as am
 from attnmesh.core.mask import Mask
 from attnmesh.cost.traffic import FLOWS, _count_exchanges, planned_traffic, tiles
-from attnmesh.mesh.schedule import Problem, schedule
+from attnmesh.mesh.schedule import Problem, make_schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from tests.support.truth.seeds import pairs
 
@@ -31,7 +31,7 @@ def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: 
     for shape, key_layout in zip(SHAPES, cycle((layout, am.Striped(5))), strict=False):
         problem = Problem(mask, shape, layout, key_layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
-        bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
+        bulk, ring = ([make_schedule(problem, *place, ring) for place in places] for ring in (False, True))
         queries = sum(count for one in bulk for _, count in one.query_step.receive)
         keys = sum(count for one in bulk for _, count in one.key_steps[0].receive)
         hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)

@@ -73,7 +73,7 @@ def run_out_of_a_graph_and_in_it(shape: Shape, dtype: torch.dtype, reproducible:
     inputs = StepInputs(query().to(dtype), (cache,), torch.linspace(-1, 1, HEADS, dtype=dtype))
     spec = options.spec_on(cache, Scaling(WIDTH**-0.5))
     view = cache.own_shard.view
-    step: PreparedStep = new_prepared_step(inputs.q, view, spec, inputs.facts(spec), cache.config)
+    step: PreparedStep = new_prepared_step(inputs.q, view, spec, inputs.values_to_hash(spec), cache.config)
     return type(step).__name__, largest_difference(step.run(inputs), run_in_graph(step, inputs, view))
 
 

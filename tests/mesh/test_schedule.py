@@ -11,7 +11,7 @@ import attnmesh as am
 import attnmesh.mesh.schedule as schedules
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.mesh.schedule import Problem, Schedule, schedule
+from attnmesh.mesh.schedule import Problem, Schedule, make_schedule
 from attnmesh.mesh.shapes import Shape
 from tests.support.truth.schedules import problems
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedule]:
     _, rows, columns = problem.shape
-    return {(r, c): schedule(problem, r, c, ring) for r in range(rows) for c in range(columns)}
+    return {(r, c): make_schedule(problem, r, c, ring) for r in range(rows) for c in range(columns)}
 
 
 @given(problems(), st.booleans())
@@ -128,5 +128,5 @@ def test_a_ring_asks_who_sees_a_key_until_all_are_seen(mask: Mask, count: int, m
     """Causal queries of the ranks before the owner see none of its keys, and those of the last of 16 ranks see all."""
     asked = Mock(wraps=schedules._keys_seen_by)
     monkeypatch.setattr(schedules, "_keys_seen_by", asked)
-    schedule.__wrapped__(Problem(mask, Shape(1, 16, 1), am.Contiguous(), am.Contiguous(), 64, 64), 3, 0, True)
+    make_schedule.__wrapped__(Problem(mask, Shape(1, 16, 1), am.Contiguous(), am.Contiguous(), 64, 64), 3, 0, True)
     assert asked.call_count == count

@@ -22,7 +22,7 @@ from attnmesh.cost.cluster import Cluster
 from attnmesh.cost.rates import Device, Link
 from attnmesh.cost.traffic import tiles
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.mesh.schedule import EXCHANGE_MODES, GatherStep, Problem, schedule
+from attnmesh.mesh.schedule import EXCHANGE_MODES, GatherStep, Problem, make_schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_cost import cost
@@ -93,7 +93,7 @@ def stages(candidate: CandidateMesh, work: Workload) -> list[list[Message]]:
     problem = Problem(work.mask, candidate.shape, candidate.layout, candidate.layout, work.length, work.length)
     ring = EXCHANGE_MODES[candidate.exchange_or_merge].ring
     places = [(r, c) for r in range(candidate.shape.queries) for c in range(candidate.shape.keys)]
-    plans = {place: schedule(problem, *place, ring) for place in places}
+    plans = {place: make_schedule(problem, *place, ring) for place in places}
     rows = {place: one.query_step for place, one in plans.items()}
     steps = [
         {place: one.key_steps[t] for place, one in plans.items()} for t in range(candidate.shape.queries if ring else 1)

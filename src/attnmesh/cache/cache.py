@@ -374,7 +374,7 @@ class KVCache(CacheProperties):
         """Move the newest tokens of this rank to another device."""
         shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
         self.guard = CallGuard(self.rank_mesh, device, self.guard.checked)
-        self.prepared_steps = Memo[Any]()  # the actions so far have kernels of the former device
+        self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
         self.local_shards.replace_own(shard.with_hot_on(device, self.guard.raise_uncompared))
 
     @torch.no_grad()

@@ -105,7 +105,7 @@ class Merge(NamedTuple):
     """True if `run` can give the same bits on 1, 2, 4, 8, ... ranks. `reproducible` takes the first of these."""
     sends_own_heads: bool = False
     """True if ranks may send each its own heads alone. "auto" takes the first of these where the output is "heads"."""
-    detects_mismatch: bool = True
+    detects_mismatch: bool = False
     """True if the checksum shows that calls differ. False if `run` may hang or crash: ranks compare calls first."""
     is_packed: bool = True
     """True if messages travel as bytes. False if the numbers in them are summed on the way, in the dtype of lse."""
@@ -139,6 +139,7 @@ MERGES = {
             "Tree Attention",
             pattern=Pattern.ROUNDS,
             is_canonical=True,
+            detects_mismatch=True,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
@@ -147,20 +148,19 @@ MERGES = {
             "Helix, DCP",
             pattern=Pattern.ALL_TO_ALL,
             sends_own_heads=True,
+            detects_mismatch=True,
         ),
         Merge(  # the same by an all-gather
             "gather",
             lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
-            detects_mismatch=False,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
             "allreduce",
             lambda transport, message, form, _: transport.all_reduce(message, form),
             _price_allreduce,
             "Tree Attention by all-reduces",
-            detects_mismatch=False,
             is_packed=False,
         ),
     )

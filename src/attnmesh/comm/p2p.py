@@ -124,10 +124,13 @@ class Channel(NamedTuple):
         """
         axis, device, one_at_a_time = self
         transport = agreed_transport(axis, device)
+        receiving: list[tuple[int, Tensor, Tensors]] = []
         posts: list[P2PMessage] = []
         queued: list[P2PMessage] = []
         for peer, shapes in receives.items():
-            posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
+            message = torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)
+            receiving.append((peer, message, shapes))
+            posts.append((dist.irecv, peer, message))
         packed: dict[int, Tensor] = {}
         for peer, tensors in sends.items():
             if id(tensors) not in packed:  # the same for several peers is packed once
@@ -155,8 +158,9 @@ class Channel(NamedTuple):
                 why = RuntimeError("it compares its call, while this rank waits for a message of another call")
                 raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
             arrived = {}
-            for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
+            for peer, message, shapes in receiving:
                 arrived[peer] = _unpack(message, shapes)
+            receiving.clear()
             posts.clear()  # messages had to live until they were sent
             return arrived
 

@@ -95,9 +95,9 @@ def _prepare_step(
         for cache in caches:
             if cache.local_shards.forked and is_asynchronous:
                 cache.local_shards.join_pieces()  # the kernel merges the blocks of one tensor
-    facts = inputs.facts(spec)
+    hashed_values = inputs.values_to_hash(spec)
     prepared_step = new_prepared_step(
-        q, first.own_shard.view, spec, facts, first.config, checked=checked, is_asynchronous=is_asynchronous
+        q, first.own_shard.view, spec, hashed_values, first.config, checked=checked, is_asynchronous=is_asynchronous
     )
     if signature is not None and not spec.options.mask.depends_on_length:
         prepared.keep(signature, prepared_step)

@@ -44,7 +44,7 @@ class PreparedStep:
     scaling: Scaling
     """The spec's, made once."""
     attention: CachedAttention
-    facts: tuple[Any, ...]
+    hashed_values: tuple[Any, ...]
     """Options, dtypes and shapes of the call. Ranks compare their hash."""
     config: CacheConfig | None
     """None in a graph, which has no caches."""
@@ -52,7 +52,7 @@ class PreparedStep:
     """The call's `checked`; False in a graph, which cannot raise."""
     refuses_graphs: bool
     """True where the CPU reads what is on the device, which no CUDA graph can hold."""
-    blank_message: Callable[[], BlankMessage] | None
+    take_memory: Callable[[], BlankMessage] | None
     """Returns memory that the kernel writes its partial into; None where the kernel allocates its own."""
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -71,7 +71,7 @@ class PreparedStep:
         spec = self.spec
         options = spec.options
         q, sinks, lengths = inputs.q, inputs.sinks, inputs.key_lengths
-        blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
+        blank = NO_MESSAGE if self.take_memory is None else self.take_memory()
         if sinks is not None and (options.reproducible or spec.token_axis.index > 0):
             sinks = None  # the first rank adds them; `finish` does in a reproducible step, on any number of ranks
         query = DecodeQuery(
@@ -166,7 +166,7 @@ class HostMergedStep(PreparedStep):
         """
         assert blank.message is not None
         merge = profiled_as(MERGE_RANGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        if not merge(blank.message, digest_of_call(*inputs.parts_to_compare(self.facts, views))):
+        if not merge(blank.message, digest_of_call(*inputs.parts_to_compare(self.hashed_values, views))):
             if self.checked is not False:
                 fields = partial_of(fields_of_step, inputs, self.spec)
                 merge_agreement_for(inputs.caches, self.spec.options, self.checked).raise_unequal(fields)
@@ -180,13 +180,13 @@ class TransportMergedStep(PreparedStep):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
-    ask: Callable[[], Tensor] | None
+    send_question: Callable[[], Tensor] | None
     """Sends a question in messages of these steps. None where the CPU waits for the device: no question is sent."""
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
         q, spec = inputs.q, self.spec
-        description = MergeDescription(self.facts, partial_of(fields_of_step, inputs, spec), self.ask)
+        description = MergeDescription(self.hashed_values, partial_of(fields_of_step, inputs, spec), self.send_question)
         agreement = merge_agreement_for(inputs.caches, spec.options, self.checked)
         if not agreement.compare_before_merge(description):
             return q.new_full(spec.output_shape(q), torch.nan)
@@ -207,7 +207,7 @@ class TransportMergedStep(PreparedStep):
         self, partial: Partial, blank: BlankMessage, inputs: StepInputs, views: Sequence[CacheView]
     ) -> tuple[Partial, Tensor]:
         """Return all ranks' partial, and the checksum of their calls. Its sum is 0 if these are equal."""
-        checksum = call_checksum(*inputs.parts_to_compare(self.facts, views), partial.lse, blank.checksum)
+        checksum = call_checksum(*inputs.parts_to_compare(self.hashed_values, views), partial.lse, blank.checksum)
         return self.rank_merge.run(partial, checksum, blank.message)
 
 
@@ -215,7 +215,7 @@ def new_prepared_step(
     q: Tensor,
     view: CacheView,
     spec: StepSpec,
-    facts: tuple[Any, ...],
+    hashed_values: tuple[Any, ...],
     config: CacheConfig | None = None,
     *,
     checked: bool | None = False,
@@ -229,14 +229,14 @@ def new_prepared_step(
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
-    common = spec, spec.scaling, attention, facts, config, checked, refuses_graphs
+    common = spec, spec.scaling, attention, hashed_values, config, checked, refuses_graphs
     if spec.token_axis.size == spec.heads_axis.size == 1:
         return LoneStep(*common, blank)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
         output_heads = host_merge.heads_of_output(spec.options.output)
         return HostMergedStep(*common, host_merge.blank_message, host_merge, output_heads)
-    ask = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
-    return TransportMergedStep(*common, blank, spec.rank_merge, ask)
+    send_question = partial_of(ask_in_step, spec, q.new_empty(0), q.shape) if is_asynchronous else None
+    return TransportMergedStep(*common, blank, spec.rank_merge, send_question)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

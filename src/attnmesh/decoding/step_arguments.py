@@ -148,7 +148,7 @@ class StepInputs:
         """Indices of the selected tokens."""
         return None if self.selected is None else self.selected.indices
 
-    def facts(self, spec: StepSpec) -> tuple[Any, ...]:
+    def values_to_hash(self, spec: StepSpec) -> tuple[Any, ...]:
         """Return the options of a spec, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         options, sinks = tuple(spec.fields_to_compare.values()), None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
@@ -165,11 +165,11 @@ class StepInputs:
         return replace(self, q=self.q[:, own_heads], sinks=own_sinks, selected=own_selected)
 
     def parts_to_compare(
-        self, facts: tuple[Any, ...], views: Sequence[CacheView]
+        self, hashed_values: tuple[Any, ...], views: Sequence[CacheView]
     ) -> tuple[Sequence[Tensor], int, Tensor]:
         """Return what ranks compare of a call, as `digest_of_call` takes it: tensors, a hash, and device counts.
 
-        The hash is of the facts, and of numbers that change between calls.
+        The hash is of the hashed values, and of numbers that change between calls.
         """
         tensors = [self.q] if self.sinks is None else [self.q, self.sinks]
         values: list[int] = []
@@ -187,7 +187,7 @@ class StepInputs:
             device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
         if self.history is not None:
             device_counts = torch.add(device_counts, self.history, alpha=LENGTH_WEIGHT)
-        return tensors, hash_of_call(facts, *values), device_counts
+        return tensors, hash_of_call(hashed_values, *values), device_counts
 
 
 @cached_per_world(1024)

@@ -33,11 +33,11 @@ def decode_op(
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     view = view_of(cache, (spec := StepSpec.from_code(names, numbers)).value_dim)
-    facts = (StepSpec.hash_of_code(names, numbers),)
+    hashed_values = (StepSpec.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, spec.index_block or 1)
     lengths = None if key_lengths is None else key_lengths.to(q.device)  # no check has read them in a graph
     inputs = StepInputs(q, (), sinks=sinks, key_lengths=lengths, selected=selected, history=history)
-    out = run_in_graph(new_prepared_step(q, view, spec, facts), inputs, view)
+    out = run_in_graph(new_prepared_step(q, view, spec, hashed_values), inputs, view)
     length = view.device_counts[LENGTH]
     return torch.where(length <= spec.capacity, out, torch.nan)
 

@@ -10,8 +10,8 @@ differ do they exchange the texts.
     text       the fields as lines, below the name of the call: what is hashed, and shown where calls differ
     payload    numbers that are gathered beside the hash, and may differ
     signature  what the checks of a call depend on; a rank finds by it what it has prepared; not compared
-    facts      options, dtypes and shapes of a call that ends in a merge: their hash is compared, and once it was, the
-               call is known by them
+    hashed values  options, dtypes and shapes of a call that ends in a merge: their hash is compared, and once it was,
+                   the call is known by them
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -155,15 +155,15 @@ class MergeHistory:
 
     def __init__(self, compared: Memo[bool]) -> None:
         self.compared = compared  # of the guard: on GPUs a merge counts as the first call on the object
-        self.last_known: object = None
-        """Facts of the last merge."""
+        self.last_hashed_values: object = None
+        """Those of the last merge."""
         self.repeat_last: Callable[[], Tensor] | None = None
         """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
 
-    def add(self, facts: Hashable, repeat: Callable[[], Tensor] | None) -> None:
+    def add(self, hashed_values: Hashable, repeat: Callable[[], Tensor] | None) -> None:
         """Add a merge. One that cannot be repeated leaves an earlier one to repeat."""
-        self.compared.keep(facts, True)
-        self.last_known, self.repeat_last = facts, repeat or self.repeat_last
+        self.compared.keep(hashed_values, True)
+        self.last_hashed_values, self.repeat_last = hashed_values, repeat or self.repeat_last
 
 
 class CallGuard:
@@ -183,7 +183,7 @@ class CallGuard:
     def __init__(self, mesh: RankMesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.compared: Memo[bool] = Memo()  # by name, or by facts
+        self.compared: Memo[bool] = Memo()  # by name, or by hashed values
         self.merges = MergeHistory(self.compared)
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:

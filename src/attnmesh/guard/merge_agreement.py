@@ -15,11 +15,11 @@ from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, CallGuard, 
 class MergeDescription(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
-    facts: Hashable
-    """Facts by which the call is known again."""
+    hashed_values: Hashable
+    """Options, dtypes and shapes, by which the call is known again."""
     fields: Fields
     """Arguments that must be equal. Ranks compare them after a question, or after a merge of unequal checksums."""
-    ask: Callable[[], Tensor] | None
+    send_question: Callable[[], Tensor] | None
     """Sends a question in messages of this call's sizes. Returns the merged checksum. None if no question uses them."""
 
 
@@ -71,7 +71,7 @@ class MergeAgreement:
 
         if agreement.compare_before_merge(description):
             try:
-                out, checksum = merge(partial, hash_of_call(description.facts))
+                out, checksum = merge(partial, hash_of_call(description.hashed_values))
             except Exception as error:
                 agreement.raise_through_merge(error)
             agreement.check_merged(description, checksum)
@@ -106,7 +106,8 @@ class MergeAgreement:
         """
         # Where the CPU reads the checksum no call is known: each is compared by its own merge.
         checksum_stays = self.asks_about_new_calls
-        is_known = checksum_stays and description.ask is not None and description.facts in self.guard.compared
+        can_repeat, values = description.send_question is not None, description.hashed_values
+        is_known = checksum_stays and can_repeat and values in self.guard.compared
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if checksum_stays and not self.ask_all_ranks():
                 return False
@@ -123,8 +124,8 @@ class MergeAgreement:
         if not self.asks_about_new_calls:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
                 self.raise_unequal(description.fields)
-        elif description.facts != self.guard.merges.last_known:
-            self.guard.merges.add(description.facts, description.ask)
+        elif description.hashed_values != self.guard.merges.last_hashed_values:
+            self.guard.merges.add(description.hashed_values, description.send_question)
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
         """Raise on all ranks. Collective: each of them calls it once a merge has shown that their calls differ."""

@@ -140,39 +140,39 @@ def cut(band: Band) -> list[Rectangle]:
     >>> [(rectangle.queries, rectangle.keys) for rectangle in rectangles]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
-    rectangles, stairs = list[Rectangle](), list[list[Rectangle]]()
+    rectangles, staircases = list[Rectangle](), list[list[Rectangle]]()
     for kind, start, stop in _runs(band):
         for rectangle in _CUT[kind](band, start, stop):
             if rectangle.causal or rectangle.band is not None:
                 rectangles.append(rectangle)
-            elif stairs and _is_step(stairs[-1][-1], rectangle):
-                stairs[-1].append(rectangle)
+            elif staircases and _is_stair(staircases[-1][-1], rectangle):
+                staircases[-1].append(rectangle)
             else:
-                stairs.append([rectangle])
-    for steps in stairs:
-        rectangles += _tall_rectangles(steps, steps[0].keys.start)
+                staircases.append([rectangle])
+    for staircase in staircases:
+        rectangles += _tall_rectangles(staircase, staircase[0].keys.start)
     return sorted(rectangles, key=lambda rectangle: (rectangle.queries.start, -rectangle.queries.stop))
 
 
-def _is_step(last: Rectangle, rectangle: Rectangle) -> bool:
+def _is_stair(last: Rectangle, rectangle: Rectangle) -> bool:
     """Return whether the next rows see the keys that the last ones see, and more."""
     return (last.queries.stop, last.keys.start) == (rectangle.queries.start, rectangle.keys.start)
 
 
-def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectangle]:
-    """Yield the pairs of a staircase from key `first` on, in as many rectangles as it has steps.
+def _tall_rectangles(stairs: Sequence[Rectangle], first: int) -> Iterator[Rectangle]:
+    """Yield the pairs of a staircase from key `first` on, in as many rectangles as it has stairs.
 
     The keys that all rows of the later half see are one rectangle of these rows; what remains of both halves is cut
     alike. A rectangle of more rows is faster.
     """
-    if not steps:
+    if not stairs:
         return
-    middle = len(steps) // 2
-    stop = steps[middle].keys.stop
+    middle = len(stairs) // 2
+    stop = stairs[middle].keys.stop
     if first < stop:
-        yield Rectangle(slice(steps[middle].queries.start, steps[-1].queries.stop), slice(first, stop))
-    yield from _tall_rectangles(steps[:middle], first)
-    yield from _tall_rectangles(steps[middle + 1 :], stop)
+        yield Rectangle(slice(stairs[middle].queries.start, stairs[-1].queries.stop), slice(first, stop))
+    yield from _tall_rectangles(stairs[:middle], first)
+    yield from _tall_rectangles(stairs[middle + 1 :], stop)
 
 
 def cut_into_tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:

@@ -176,7 +176,7 @@ class Problem:
             shard_by_place=tuple(rest[:count]),
         )
 
-    def shard_index(self, place: int) -> int:
+    def shard_at(self, place: int) -> int:
         """Return the number of the shard of the rank at a place of the mesh: the same, unless ranks are reordered."""
         return self.shard_by_place[place] if self.shard_by_place else place
 
@@ -190,7 +190,7 @@ class Problem:
 
     def shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
         """Return the positions that each rank along the heads axis has of the chunk at (r, c), in a layout."""
-        indices = (self.shard_index(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
+        indices = (self.shard_at(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
         return [layout.positions(length, self.shape.ranks, index) for index in indices]
 
     def query_positions_at(self, r: int) -> Tensor:
@@ -203,7 +203,7 @@ class Problem:
 
 
 @lru_cache(maxsize=256)
-def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
+def make_schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     """Return the schedule of the ranks at (r, c)."""
     query_step = _query_step(problem, r, c)
     key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])

@@ -32,7 +32,7 @@ class AttentionSpec(NamedTuple):
     def check_own_shard(self, queries: int, keys: int) -> None:
         """Raise unless this rank holds as many tokens as its layout gives it."""
         problem = self.problem
-        own = _shard_sizes(problem, problem.shard_index(self.mesh.shard_index))
+        own = _shard_sizes(problem, problem.shard_at(self.mesh.shard_index))
         if (queries, keys) != own:
             given = f"{queries} queries and {keys} keys"
             shape = f"a shard of {own[0]} queries of {problem.length} and {own[1]} keys of {problem.key_length}"

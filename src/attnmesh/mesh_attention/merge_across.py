@@ -165,10 +165,10 @@ def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, b
     """Return the merge, in new tensors: an operator may not return its arguments."""
     axis, device = merge.axis, partial.lse.device
     text = describe_merge(partial.out.shape, partial.out.dtype, merge, base, device.type)
-    ask = None
+    send_question = None
     if merge.name == "auto" or MERGES[merge.name].is_packed:
-        ask = partial_of(_ask, merge, partial.lse.new_empty(0), partial.out.shape)
-    description = MergeDescription(text, text, ask)
+        send_question = partial_of(_ask, merge, partial.lse.new_empty(0), partial.out.shape)
+    description = MergeDescription(text, text, send_question)
     if not agreement.compare_before_merge(description):
         out, lse = merge.output_of(partial)
         return Partial(torch.full_like(out, torch.nan), lse.clone())

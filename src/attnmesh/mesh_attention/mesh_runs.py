@@ -181,7 +181,7 @@ def _fake_gradients(
     spec = AttentionSpec.from_code(names, numbers)
     mesh, problem = spec.mesh, spec.problem
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
-    index = problem.shard_index(mesh.shard_index)
+    index = problem.shard_at(mesh.shard_index)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, index).shape[0]
     return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 

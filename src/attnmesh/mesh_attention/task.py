@@ -20,7 +20,7 @@ from attnmesh.mesh.schedule import (
     HeadSlices,
     Schedule,
     groups_of_heads,
-    schedule,
+    make_schedule,
 )
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.auto_choices import agreed_mode
@@ -128,7 +128,7 @@ def _new_task(
         mode = agreed_mode(mesh, device, dtype, sizes, problem, latent_widths)
     else:
         mode = EXCHANGE_MODES[spec.exchange]
-    own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
+    own_schedule = make_schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
     group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
     groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
     counts = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys

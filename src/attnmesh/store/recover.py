@@ -126,7 +126,7 @@ class _Moves:
         for layer, first in enumerate(firsts):
             digest = token_set_digest(torch.arange(first, length, device="cpu"))
             expected = len({head_rank for head_rank, _ in sources}) * digest
-            total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
+            total = sum(counts[-1] for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
                 given = f"gaps or repeats in layer {layer}"
                 raise MeshError("recover", f"each of {length} tokens once", given, LOAD_INSTEAD)
