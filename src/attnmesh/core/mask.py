@@ -79,7 +79,7 @@ class Mask:
         if not self._is_valid():
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
-            *others, last = (maker.make.__name__ for maker in _CALLS_IN_ERRORS)
+            *others, last = (function.make.__name__ for function in _MASK_FUNCTIONS)
             fix = f"make masks with {', '.join(others)} and {last}"
             expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
@@ -481,8 +481,8 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
         raise MaskError("Spans", expected, repr(ranges), fix) from None
 
 
-class _CallInErrors(NamedTuple):
-    """A function that makes masks, and a call of it, for texts of errors."""
+class _MaskFunction(NamedTuple):
+    """A function that makes masks, with a call of it for texts of errors."""
 
     make: Callable[..., Mask]
     call: str
@@ -490,13 +490,13 @@ class _CallInErrors(NamedTuple):
     """The field of `Mask` that it sets, if it says within which part of the sequence a query sees, but not how far."""
 
 
-_CALLS_IN_ERRORS = (
-    _CallInErrors(Full, "Full()"),
-    _CallInErrors(Causal, "Causal()"),
-    _CallInErrors(Window, "Window(left)"),
-    _CallInErrors(Spans, "Spans(ranges)"),
-    _CallInErrors(Documents, "Documents(lengths)", "ends"),
-    _CallInErrors(Chunks, "Chunks(size)", "chunks"),
+_MASK_FUNCTIONS = (
+    _MaskFunction(Full, "Full()"),
+    _MaskFunction(Causal, "Causal()"),
+    _MaskFunction(Window, "Window(left)"),
+    _MaskFunction(Spans, "Spans(ranges)"),
+    _MaskFunction(Documents, "Documents(lengths)", "ends"),
+    _MaskFunction(Chunks, "Chunks(size)", "chunks"),
 )
 """All functions that make masks. Of a mask of parts alone, which does not say how far a query sees, a check warns."""
 
@@ -504,8 +504,8 @@ _CALLS_IN_ERRORS = (
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        reaches = {maker.make: maker.call for maker in _CALLS_IN_ERRORS if maker.part_field is None}
-        parts = {maker.make: maker.call for maker in _CALLS_IN_ERRORS if maker.part_field is not None}
+        reaches = {function.make: function.call for function in _MASK_FUNCTIONS if function.part_field is None}
+        parts = {function.make: function.call for function in _MASK_FUNCTIONS if function.part_field is not None}
         expected = f"{', '.join(reaches.values())}, or one of them & {' or '.join(parts.values())}"
         calls = {Mask: "Mask()", **reaches, **{make: f"Causal() & {call}" for make, call in parts.items()}}
         if isinstance(mask, (FunctionType, type)) and mask in calls:
@@ -516,7 +516,7 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     for length in lengths:
         mask.check_length(subject, length)
     if mask.is_undirected and not torch.compiler.is_compiling():
-        fields = ((maker.call, maker.part_field) for maker in _CALLS_IN_ERRORS if maker.part_field is not None)
+        fields = ((each.call, each.part_field) for each in _MASK_FUNCTIONS if each.part_field is not None)
         alone = next(call for call, field in fields if getattr(mask, field))
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
