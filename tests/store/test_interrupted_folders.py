@@ -99,7 +99,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 @pytest.mark.parametrize(
     "point",
     ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written"]
-    + ["native_append", "FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
+    + ["native_append", "FolderShard._fill", "FolderShard._set_counts", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_a_cache_goes_on_after_an_interrupt(
@@ -127,7 +127,7 @@ def test_a_cache_goes_on_after_an_interrupt(
     ):
         ended.clear()
         monkeypatch.setattr(owner, name, ends)
-        if name in ("add", "_set"):
+        if name in ("add", "_set_counts"):
             monkeypatch.setattr(folder_shard, "native_append", lambda *_: False)
         with suppress(KeyboardInterrupt):
             change(cache)
