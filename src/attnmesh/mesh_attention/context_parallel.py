@@ -50,8 +50,8 @@ class ContextParallel(ParallelStyle):
     Raises:
         InputError: An argument is not supported. The model's forward raises it if a module does not call
             `scaled_dot_product_attention`, or calls it with a mask tensor, dropout or other dims than (batch, heads,
-            tokens, dim), or in a checkpoint of its own, whose backward pass would attend to this rank's tokens alone, or
-            through `nn.MultiheadAttention`.
+            tokens, dim), through `nn.MultiheadAttention`, or in a checkpoint of its own, whose backward pass would
+            attend to this rank's tokens alone.
 
     >>> import torch
     >>> ContextParallel(mask=Causal()).layout
