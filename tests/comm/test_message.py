@@ -18,6 +18,8 @@ FORMS = [
     PLAIN,
     MessageForm(SHAPE, torch.float64, torch.float64),
     MessageForm(SHAPE, torch.float32, torch.bfloat16),  # 15 numbers of 2 bytes, and 2 bytes to fill up
+    MessageForm(SHAPE, torch.float32, torch.float64),  # 5 numbers of 4 bytes, and 4 bytes before those of 8
+    MessageForm((1, 2, 1, 5), torch.float32, torch.float64),
     MessageForm((0, 3, 1, 5), torch.float32, torch.float32),
 ]
 

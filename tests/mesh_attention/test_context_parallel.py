@@ -199,6 +199,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, x, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
+class ManyHeads(nn.Module):
+    """Attention of a mesh, and beside it PyTorch's module, which the mode would leave to one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.module = Plain(), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x[:, None], x[:, None], x[:, None])[:, 0]
+        return y + self.module(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
 @on_each_rank
 def measure_errors_of_checkpoints() -> list[float]:
     """Return the largest distances from one device: of gradients of a checkpoint around, and of a forward pass."""
@@ -259,6 +271,26 @@ BAD: dict[str, tuple[Callable[[DeviceMesh, bool], object], str]] = {
     "groups of heads": (
         lambda whole, odd: attend(whole["cp"], Plain(), X, X[:, :1], X[:, :1]),
         "ArgumentError: ContextParallel: expected as many key heads as query heads without",
+    ),
+    "a mask as a tensor on one rank": (
+        lambda whole, odd: attend(whole["cp"], Plain(attn_mask=torch.ones(4, 4) if odd else None), X, X, X),
+        "MaskError: ContextParallel attn_mask: expected no mask tensor, given a tensor (4, 4).",
+    ),
+    "dropout on one rank": (
+        lambda whole, odd: attend(whole["cp"], Plain(dropout_p=0.1 if odd else 0.0), X, X, X),
+        "KernelError: ContextParallel dropout_p: expected attention without dropout, given 0.1.",
+    ),
+    "sequences without heads": (
+        lambda whole, odd: attend(whole["cp"], Plain(), X[0], X[0, :, :3], X[0, :, :3]),
+        "ShapeError: attention q: expected 4 dims",
+    ),
+    "keys of one dim": (
+        lambda whole, odd: attend(whole["cp"], Plain(), X, X[0, 0, 0], X[0, 0, 0]),
+        "ShapeError: attention k: expected 4 dims",
+    ),
+    "a module of PyTorch for attention of several heads": (
+        lambda whole, odd: attend(whole["cp"], ManyHeads(), X[0]),
+        "KernelError: ContextParallel: expected a module that calls scaled_dot_product_attention itself, given nn.Mult",
     ),
     "a checkpoint inside": (
         lambda whole, odd: attend(whole["cp"], Checkpointed(reentrant=False), X.clone().requires_grad_()),

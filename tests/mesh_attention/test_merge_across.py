@@ -1,6 +1,7 @@
 """Merging partials across ranks: the same bits everywhere, on any number of ranks, and as one merge would have it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -107,16 +108,22 @@ def test_base_two_is_accepted_by_name(pool: Pool) -> None:
 
 
 @on_each_rank
-def count_sent_bytes(wire: torch.dtype | None) -> int:
+def count_sent_bytes(wire: torch.dtype | None, options: dict[str, Any]) -> int:
     with count_traffic() as traffic:
-        am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
+        am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, wire=wire, **options)
     return traffic.bytes
 
 
 def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     rows, width = 2 * 9 * 3, 8
-    assert pool.run(4, count_sent_bytes, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
-    assert pool.run(4, count_sent_bytes, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
+    tree = {"how": "tree"}
+    assert pool.run(4, count_sent_bytes, None, tree) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
+    assert pool.run(4, count_sent_bytes, torch.bfloat16, tree) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
+
+
+def test_each_rank_is_sent_its_own_heads_alone(pool: Pool) -> None:
+    rows, width, heads = 2 * 3 * 3, 8, {"how": "direct", "output": "heads"}
+    assert pool.run(3, count_sent_bytes, torch.bfloat16, heads) == [2 * (8 + rows * 4 + rows * width * 2)] * 3
     results = [x for x in pool.run(8, merge_among, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
     assert all(torch.equal(x.out, results[0].out) for x in results)
 
@@ -200,8 +207,8 @@ def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
 
 
 @on_each_rank
-def measure_errors_of_odd_widths(how: str, output: str) -> list[float]:
-    """On a rank: errors of merges in bfloat16 whose messages are no whole numbers of the dtype of lse."""
+def measure_errors_of_odd_widths(how: str, output: str, wire: torch.dtype) -> list[float]:
+    """On a rank: errors of merges in whose messages `out` begins or ends inside a number of the other dtype."""
     group = dist.group.WORLD
     errors_found = []
     for shape, dtype in (((1, 3, 1, 5), torch.float32), ((1, 1, 1, 6), torch.float64), ((1, 3, 1, 1), torch.float64)):
@@ -209,7 +216,7 @@ def measure_errors_of_odd_widths(how: str, output: str) -> list[float]:
             am.Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:-1], dtype=dtype))
             for _ in range(dist.get_world_size())
         ]
-        out, lse = am.merge_across(own[dist.get_rank()], group, how=how, output=output, wire=torch.bfloat16)
+        out, lse = am.merge_across(own[dist.get_rank()], group, how=how, output=output, wire=wire)
         whole = am.merge(*own)
         heads = slice(None) if output == "replicated" else _share(shape[1])
         errors_found += [float((out - whole.out[:, heads]).abs().sum()), float((lse - whole.lse[:, heads]).abs().sum())]
@@ -221,8 +228,9 @@ def _share(heads: int) -> slice:
     return slice(int(shares[0]), int(shares[-1]) + 1) if len(shares) else slice(0, 0)
 
 
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("output", ["replicated", "heads"])
 @pytest.mark.parametrize("how", ["tree", "direct", "gather"])
-def test_messages_of_any_number_of_elements_are_merged(how: str, output: str, pool: Pool) -> None:
-    for found in pool.run(3, measure_errors_of_odd_widths, how, output):
+def test_messages_of_any_number_of_elements_are_merged(how: str, output: str, wire: torch.dtype, pool: Pool) -> None:
+    for found in pool.run(3, measure_errors_of_odd_widths, how, output, wire):
         assert worst(found) < 0.05  # bfloat16 has 8 bits, and a few elements are summed

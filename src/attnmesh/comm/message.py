@@ -37,13 +37,13 @@ class MessageForm:
         rows, width = self.sizes
         first = 2 * self.lse_dtype.itemsize
         middle = first + rows * self.lse_dtype.itemsize
-        return slice(0, first), slice(first, middle), slice(middle, middle + rows * width * self.out_dtype.itemsize)
+        start = _rounded_up(middle, self.out_dtype.itemsize)  # out is viewed in a dtype that may be wider
+        return slice(0, first), slice(first, middle), slice(start, start + rows * width * self.out_dtype.itemsize)
 
     @cached_property
     def size(self) -> int:
-        """Bytes of a message, rounded up to whole numbers in the dtype of lse: the message is viewed in that dtype."""
-        itemsize, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
-        return -(-end // itemsize) * itemsize
+        """Bytes of a message, rounded up to whole numbers in both dtypes: several messages are viewed in each."""
+        return _rounded_up(int(self.parts[-1].stop), max(self.lse_dtype.itemsize, self.out_dtype.itemsize))
 
     @property
     def fits_native(self) -> bool:
@@ -70,8 +70,9 @@ class MessageForm:
         if self.out_dtype == self.lse_dtype:
             return torch.cat((checksum, partial.lse.reshape(-1), out)).view(torch.uint8)
         head = torch.cat((checksum, partial.lse.reshape(-1))).view(torch.uint8)
-        padding = head.new_zeros(self.size - head.nbytes - out.nbytes)
-        return torch.cat([head, out.view(torch.uint8), padding])
+        start, stop = self.parts[-1].start, self.parts[-1].stop
+        gap, padding = head.new_zeros(start - head.nbytes), head.new_zeros(self.size - stop)
+        return torch.cat([head, gap, out.view(torch.uint8), padding])
 
     def read(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""
@@ -97,6 +98,10 @@ class MessageForm:
             return checksums.amax(0), merge_stack(partials)
         checksum = checksums.new_empty(2)
         return checksum, merge_stack_on_device(partials, checksums=checksums, checksum=checksum)
+
+
+def _rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 class BlankMessage(NamedTuple):

@@ -120,10 +120,10 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> PartialWithChecksum:
     """Send each rank the partials of its heads. Return the merge of this rank's own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
-    own_heads = heads_by_rank[axis.index]
-    form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merge(agreed_transport(axis, checksum.device).all_to_all(messages))
+    forms = [replace(form, shape=(form.shape[0], part.stop - part.start, *form.shape[2:])) for part in heads_by_rank]
+    parts = [Partial(*(x[:, heads] for x in partial)) for heads in heads_by_rank]
+    messages = [form.pack(checksum, part) for form, part in zip(forms, parts, strict=True)]
+    return forms[axis.index].merge(agreed_transport(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.errors import ArgumentError, KernelError, MaskError, short
+from attnmesh.errors import ArgumentError, InputError, KernelError, MaskError, short
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.auto_choices import check_auto
@@ -49,7 +50,8 @@ class ContextParallel(ParallelStyle):
     Raises:
         InputError: An argument is not supported. The model's forward raises it if a module does not call
             `scaled_dot_product_attention`, or calls it with a mask tensor, dropout or other dims than (batch, heads,
-            tokens, dim), or in a checkpoint of its own, whose backward pass would attend to this rank's tokens alone.
+            tokens, dim), through `nn.MultiheadAttention`, or in a checkpoint of its own, whose backward pass would
+            attend to this rank's tokens alone.
 
     >>> import torch
     >>> ContextParallel(mask=Causal()).layout
@@ -116,17 +118,27 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return what `scaled_dot_product_attention` with these arguments is on the whole sequence."""
-        if attn_mask is not None:
-            fix = "pass is_causal, or mask= of ContextParallel"
-            raise MaskError(f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
-        if dropout_p:
-            raise KernelError(f"{SUBJECT} dropout_p", "attention without dropout", str(dropout_p), "set dropout to 0")
-        if query.shape[1] != key.shape[1] and not enable_gqa:
-            given, fix = f"{query.shape[1]} and {key.shape[1]}", "pass enable_gqa=True, or repeat the key heads"
-            raise ArgumentError(SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
+        try:
+            _check_call(query, key, attn_mask, dropout_p, enable_gqa=enable_gqa)
+        except InputError as error:
+            is_compared = may_compare(torch.device(device_mesh.device_type))
+            Agreement(RankMesh.of(device_mesh), "attention", is_compared=is_compared).raise_on_all(error)
         mask = (Causal() if is_causal else Full()) if self.mask is None else self.mask
         options: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
         return attention(query, key, value, mesh=device_mesh, length=self.length, key_length=self.length, **options)
+
+
+def _check_call(query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, *, enable_gqa: bool) -> None:
+    """Raise unless attention over a mesh can be what these arguments of PyTorch's function ask for."""
+    if attn_mask is not None:
+        fix = "pass is_causal, or mask= of ContextParallel"
+        raise MaskError(f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
+    if dropout_p:
+        raise KernelError(f"{SUBJECT} dropout_p", "attention without dropout", str(dropout_p), "set dropout to 0")
+    has_heads = query.ndim == key.ndim == 4  # attention refuses other dims, with their cause
+    if has_heads and query.shape[1] != key.shape[1] and not enable_gqa:
+        given, fix = f"{query.shape[1]} and {key.shape[1]}", "pass enable_gqa=True, or repeat the key heads"
+        raise ArgumentError(SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -137,6 +149,9 @@ class _AttentionMode(TorchFunctionMode):
         self.style, self.device_mesh, self.with_grad, self.calls = style, device_mesh, with_grad, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is multi_head_attention_forward:  # PyTorch runs it with the mode off
+            expected, fix = "a module that calls scaled_dot_product_attention itself", "call it in a module of your own"
+            raise KernelError(SUBJECT, expected, "nn.MultiheadAttention, whose attention is of one rank", fix)
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
