@@ -1,4 +1,4 @@
-"""What ranks of a mesh tell each other of their calls: numbers and texts of all, and that one compares its call."""
+"""Numbers and texts of all ranks of a mesh by shard, as CPUs hold them, and word that a rank compares its call."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -4,13 +4,14 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.gather import all_gather_texts
+from attnmesh.comm.gather import all_gather_ints, all_gather_texts
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.guard.agreement import Agreement
@@ -41,10 +42,10 @@ def synchronize_all_generators(device_mesh: DeviceMesh | None, device: torch.dev
     synchronize_generators((device_mesh,), device)
     mesh = RankMesh.of(device_mesh)
     if mesh.ranks > 1:
-        own = pickle.dumps((random.getstate(), np.random.get_state())).hex()
-        first = all_gather_texts(own, mesh)[0]
-        if first != own:
-            python, numpy = pickle.loads(bytes.fromhex(first))
+        own = pickle.dumps((random.getstate(), np.random.get_state()))
+        own_hash = int.from_bytes(blake2b(own, digest_size=7).digest())
+        if any(other != own_hash for (other,) in all_gather_ints([own_hash], mesh)):
+            python, numpy = pickle.loads(bytes.fromhex(all_gather_texts(own.hex(), mesh)[0]))
             random.setstate(python)
             np.random.set_state(numpy)
 
